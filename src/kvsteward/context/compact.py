@@ -1,0 +1,235 @@
+"""Compaction: one big step from the high-water mark down to the low-water mark.
+
+System messages stay byte for byte. The last rounds stay verbatim. All between is condensed into one block: what the
+user asked for, a rolling summary, and for each message that left a line with its hash and the values that later turns
+may need. Calls and their results are never split. The steps are a ladder that ends: fewer rounds, then shorter texts
+in the rounds that stay, then a refusal that says what is too long.
+
+Pure. Invariant: the view that comes out is not over `marks.hard` by the estimate, or ContextOverflowError is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import orjson
+
+from kvsteward.context.layout import ACKNOWLEDGEMENT, Epoch, Fact, Item, Stub, View, cuts, with_text
+from kvsteward.context.marks import Marks
+from kvsteward.context.memory import collect
+from kvsteward.context.tokens import Estimator
+from kvsteward.errors import ContextOverflowError
+
+Shorten = Callable[[Item, int], str | None]
+"""Shortens an item's text to about so many tokens; None if it cannot."""
+
+MAX_FACTS, MAX_STUBS, MAX_REQUESTS = 1_000, 400, 200
+HASH_CHARS = 10
+_HEADER = "[kvsteward] {dropped} earlier messages are condensed here. Nothing is lost: each hash names a full message."
+_REQUEST_SHARE, _SUMMARY_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.3, 160
+_REQUEST_CHARS = 600
+
+SUMMARY_INSTRUCTION = (
+    "Summarise our conversation so far for your own later use, in at most {words} words. State: what the user wants, "
+    "what was decided and done, results with their exact ids, numbers, names and paths, and what is still open. "
+    "Write plain lines, no preamble."
+)
+
+
+def droppable_tokens(view: View, marks: Marks) -> int:
+    """What a compaction could take out: everything before the last place where a view may begin."""
+    options = cuts(view.items)
+    last = options[-1] if options else 0
+    return sum(item.tokens for item in view.items[:last])
+
+
+def compact(
+    view: View,
+    marks: Marks,
+    summary: str | None,
+    keep_rounds: int,
+    estimator: Estimator,
+    tools_tokens: int,
+    shorten: Shorten,
+) -> View:
+    """The view of the next epoch. `summary` is the engine's, or None for the extractive one. Raises
+    ContextOverflowError where even the last step of the ladder does not get under `marks.hard`."""
+    fixed = tools_tokens + sum(item.tokens for item in view.pinned) + estimator.text(ACKNOWLEDGEMENT) + 10
+    start = _cut(view.items, marks.low - fixed - _MIN_BLOCK_TOKENS, keep_rounds)
+    dropped, kept = view.items[:start], view.items[start:]
+    kept, overrides = _squeeze(kept, marks.low - fixed - _MIN_BLOCK_TOKENS, estimator, shorten)
+    kept_tokens = sum(item.tokens for item in kept)
+    room = min(marks.block, max(_MIN_BLOCK_TOKENS, marks.low - fixed - kept_tokens))
+    carried = {h: t for h, t in view.epoch.overrides.items() if any(item.hash == h for item in kept)}
+    epoch = _condense(view, dropped, kept, summary, room, estimator)
+    epoch = replace(epoch, overrides={**carried, **overrides})
+    after = View(view.pinned, epoch, kept, known_for=view.known_for)
+    total = after.estimate_tokens(tools_tokens)
+    if total > marks.hard:
+        raise ContextOverflowError(
+            f"the conversation does not fit: {fixed} tokens of system prompt and tools, {kept_tokens} in the newest messages "
+            f"and {epoch.block_tokens} condensed are over the {marks.hard} that the budget of {marks.budget} leaves for a prompt"
+        )
+    return after
+
+
+def _cut(items: Sequence[Item], room_tokens: int, keep_rounds: int) -> int:
+    """Where the verbatim part begins: as early as `keep_rounds` and the room allow, at the last place at the latest."""
+    options = cuts(items) or [0]
+    for index in options:
+        rounds = sum(item.role == "assistant" for item in items[index:])
+        if rounds <= keep_rounds and sum(item.tokens for item in items[index:]) <= room_tokens:
+            return index
+    return options[-1]
+
+
+def _squeeze(
+    kept: Sequence[Item], room_tokens: int, estimator: Estimator, shorten: Shorten
+) -> tuple[tuple[Item, ...], dict[str, str]]:
+    """Shortens the longest texts of what stays until it fits, tool results before others. Does not promise to."""
+    items = list(kept)
+    overrides: dict[str, str] = {}
+    order = sorted(range(len(items)), key=lambda i: (items[i].role != "tool", -items[i].tokens))
+    for index in order:
+        excess = sum(item.tokens for item in items) - max(room_tokens, 0)
+        if excess <= 0:
+            break
+        item = items[index]
+        text = shorten(item, max(48, item.tokens - excess))
+        if text is not None:
+            message = with_text(item.message, text)
+            items[index] = replace(item, message=message, tokens=estimator.message(message))
+            overrides[item.hash] = text
+    return tuple(items), overrides
+
+
+def _condense(
+    view: View, dropped: Sequence[Item], kept: Sequence[Item], summary: str | None, room: int, estimator: Estimator
+) -> Epoch:
+    """The block and the state that the next compaction starts from."""
+    before = view.epoch
+    labels = _labels((*dropped, *kept))
+    requests = (*before.requests, *((i.depth, i.text) for i in dropped if i.role in {"user", "system", "developer"}))
+    requests = requests[:1] + requests[1:][-MAX_REQUESTS:]
+    facts = collect(dropped, before.facts, kept)[:MAX_FACTS]
+    stubs = (*before.stubs, *(_stub(item, labels) for item in dropped if item.role != "user"))[-MAX_STUBS:]
+    written = (
+        summary if summary is not None else _extract(before.summary, dropped, int(room * _SUMMARY_SHARE), estimator)
+    )
+    total = before.dropped + len(dropped)
+    through = dropped[-1].depth if dropped else before.through
+    head = [_HEADER.format(dropped=total)]
+    asked = _request_lines(requests, int(room * _REQUEST_SHARE), estimator)
+    if asked:
+        head += ["Asked so far, oldest first:", *asked]
+    if written:
+        head += ["Summary:", written]
+    text = "\n".join(head)
+    shown_elsewhere = "\n".join([text, *(i.text for i in (*view.pinned, *kept)), *(_arguments(i) for i in kept)])
+    lines = _value_lines(facts, stubs, shown_elsewhere, room - estimator.text(text), estimator)
+    block = "\n".join([text, "Messages that left (hash, what it was, values in it):", *lines]) if lines else text
+    return Epoch(
+        through=through,
+        block=block,
+        block_tokens=estimator.text(block) + 5,
+        summary=written,
+        requests=requests,
+        facts=tuple(facts),
+        stubs=stubs,
+        dropped=total,
+    )
+
+
+def _labels(items: Iterable[Item]) -> dict[str, str]:
+    """What each call id was: the tool's name and the beginning of its arguments."""
+    labels: dict[str, str] = {}
+    for item in items:
+        for call in item.message.get("tool_calls") or ():
+            function = call.get("function") or {}
+            arguments = " ".join(str(function.get("arguments") or "").split())
+            brief = arguments if len(arguments) <= 80 else arguments[:77] + "..."
+            labels[call["id"]] = f"{function.get('name', 'call')} {brief}".strip()
+    return labels
+
+
+def _stub(item: Item, labels: Mapping[str, str]) -> Stub:
+    label = labels.get(str(item.message.get("tool_call_id")), "result") if item.role == "tool" else item.role
+    return Stub(item.hash, item.depth, label, item.log_tokens)
+
+
+def _arguments(item: Item) -> str:
+    calls = item.message.get("tool_calls")
+    return orjson.dumps(calls).decode() if calls else ""
+
+
+def _request_lines(requests: Sequence[tuple[int, str]], room: int, estimator: Estimator) -> list[str]:
+    """The goal first, then the newest that fit. A long request is cut in the middle; the log has it whole."""
+    lines = [f"- {_middle_cut(' '.join(text.split()), _REQUEST_CHARS)}" for _, text in requests if text.strip()]
+    if not lines:
+        return []
+    first, rest = lines[0], lines[1:]
+    room -= estimator.text(first)
+    chosen: list[str] = []
+    for line in reversed(rest):
+        room -= estimator.text(line)
+        if room < 0:
+            break
+        chosen.append(line)
+    left_out = len(rest) - len(chosen)
+    return [first, *([f"- ({left_out} more in the log)"] if left_out else []), *reversed(chosen)]
+
+
+def _middle_cut(text: str, chars: int) -> str:
+    if len(text) <= chars:
+        return text
+    return f"{text[: chars * 2 // 3]} … {text[-chars // 3 :]}"
+
+
+def _extract(earlier: str, dropped: Sequence[Item], room: int, estimator: Estimator) -> str:
+    """The extractive summary: the first sentence of what the assistant said, newest kept if not all fit."""
+    lines = [line for line in earlier.splitlines() if line.strip()]
+    for item in dropped:
+        if item.role == "assistant" and item.text.strip():
+            first = item.text.strip().splitlines()[0]
+            lines.append(f"- {_middle_cut(first, 160)}")
+    chosen: list[str] = []
+    for line in reversed(lines):
+        room -= estimator.text(line)
+        if room < 0:
+            break
+        chosen.append(line)
+    return "\n".join(reversed(chosen))
+
+
+def _value_lines(
+    facts: Sequence[Fact], stubs: Sequence[Stub], shown_elsewhere: str, room: int, estimator: Estimator
+) -> list[str]:
+    """One line for each message that left, with its values: best values first until the room is used, then the newest
+    messages without values."""
+    by_hash = {stub.hash: stub for stub in stubs}
+    chosen: dict[str, list[str]] = {}
+    for fact in facts:
+        if fact.value in shown_elsewhere:
+            continue
+        cost = estimator.text(f", {fact.value}")
+        if fact.source not in chosen:
+            cost += estimator.text(_line_head(fact.source, by_hash.get(fact.source)))
+        if cost > room:
+            break
+        room -= cost
+        chosen.setdefault(fact.source, []).append(fact.value)
+    for stub in reversed(stubs):
+        if stub.hash in chosen or stub.label == "assistant":
+            continue
+        room -= estimator.text(_line_head(stub.hash, stub))
+        if room < 0:
+            break
+        chosen[stub.hash] = []
+    depth = {fact.source: fact.depth for fact in facts} | {stub.hash: stub.depth for stub in stubs}
+    order = sorted(chosen, key=lambda h: depth[h])
+    return [_line_head(h, by_hash.get(h)) + ", ".join(chosen[h]) for h in order]
+
+
+def _line_head(source: str, stub: Stub | None) -> str:
+    return f"- {source[:HASH_CHARS]} {stub.label if stub else 'message'}: "

@@ -1,0 +1,192 @@
+"""The view of a session: what the model sees of its log, and in which order.
+
+    [system messages, byte for byte] [the condensed part, once there is one] [items, append-only until the next epoch]
+
+An *epoch* lasts from one compaction to the next. Within an epoch the view only grows at its end, so the engine's
+prefix cache stays valid. A view is derived: `derive` builds it from the log's path and the recorded decisions alone.
+
+Invariant: a tool result never stands in a view without the call that it answers, nor a call without its results
+(unless the client has not sent them yet).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvsteward.wire.chat import PINNED_ROLES, text_of
+
+Message = Mapping[str, Any]
+
+ACKNOWLEDGEMENT = "Noted. I continue from here."
+"""Said by the assistant between the condensed part and a user message: many templates want roles to alternate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One message as the view shows it. `log_tokens` is the length of what was received, `tokens` of what is shown."""
+
+    hash: str
+    depth: int
+    message: Message
+    tokens: int
+    log_tokens: int
+
+    @property
+    def role(self) -> str:
+        return str(self.message.get("role"))
+
+    @property
+    def text(self) -> str:
+        return text_of(self.message)
+
+    @property
+    def call_ids(self) -> tuple[str, ...]:
+        return tuple(call["id"] for call in self.message.get("tool_calls") or ())
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A value of a message that left the view, kept because later turns may use it again."""
+
+    value: str
+    source: str
+    """Hash of the entry that it stands in."""
+    depth: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stub:
+    """A line that stands for a message that left the view."""
+
+    hash: str
+    depth: int
+    label: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """The result of the last compaction. `through` is the depth up to which messages are condensed into `block`."""
+
+    through: int = 0
+    block: str = ""
+    block_tokens: int = 0
+    summary: str = ""
+    requests: tuple[tuple[int, str], ...] = ()
+    facts: tuple[Fact, ...] = ()
+    stubs: tuple[Stub, ...] = ()
+    dropped: int = 0
+    """Messages condensed since the session began."""
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    """Items of this epoch whose text was shortened further at the compaction."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the model sees. `known_tokens` is the engine's own count of the first `known_items` items, with pinned
+    messages, condensed part, tools and template; 0 where it has not counted yet."""
+
+    pinned: tuple[Item, ...] = ()
+    epoch: Epoch = Epoch()
+    items: tuple[Item, ...] = ()
+    known_tokens: int = 0
+    known_items: int = 0
+    known_for: str = ""
+    """Names the tools and the model that the count is valid for."""
+
+    @property
+    def head(self) -> str:
+        last = self.items or self.pinned
+        return last[-1].hash if last else ""
+
+    @property
+    def depth(self) -> int:
+        last = self.items or self.pinned
+        return last[-1].depth if last else 0
+
+    def estimate_tokens(self, tools_tokens: int) -> int:
+        """The engine's last count plus the estimates of what came since."""
+        if self.known_tokens:
+            return self.known_tokens + sum(item.tokens for item in self.items[self.known_items :])
+        return (
+            tools_tokens
+            + sum(item.tokens for item in (*self.pinned, *self.items))
+            + (self.epoch.block_tokens + 2 * len(ACKNOWLEDGEMENT.split()) if self.epoch.block else 0)
+        )
+
+    def unknown_tokens(self) -> int:
+        """How much of `estimate_tokens` is an estimate."""
+        return sum(item.tokens for item in self.items[self.known_items :]) if self.known_tokens else 0
+
+    def counted(self, tokens: int, known_for: str) -> View:
+        """The same view, once the engine has counted all of it."""
+        return replace(self, known_tokens=tokens, known_items=len(self.items), known_for=known_for)
+
+    def for_tools(self, known_for: str) -> View:
+        """The same view; the engine's count is forgotten if it was made with other tools or another model."""
+        return (
+            self if self.known_for == known_for else replace(self, known_tokens=0, known_items=0, known_for=known_for)
+        )
+
+    def with_items(self, more: Iterable[Item]) -> View:
+        """Appends. System messages before anything else are pinned; later ones stay in their place."""
+        pinned, items = list(self.pinned), list(self.items)
+        for item in more:
+            leading = not items and not self.epoch.block and item.role in PINNED_ROLES
+            (pinned if leading else items).append(item)
+        return replace(self, pinned=tuple(pinned), items=tuple(items))
+
+    def render(self) -> list[Message]:
+        """The messages for the engine."""
+        messages = [item.message for item in self.pinned]
+        if self.epoch.block:
+            messages.append({"role": "user", "content": self.epoch.block})
+            if not self.items or self.items[0].role != "assistant":
+                messages.append({"role": "assistant", "content": ACKNOWLEDGEMENT})
+        messages.extend(item.message for item in self.items)
+        return messages
+
+
+def with_text(message: Message, text: str) -> Message:
+    """The same message with other text. Parts that are not text (images) stay."""
+    content = message.get("content")
+    if isinstance(content, list):
+        rest = [part for part in content if not isinstance(part.get("text"), str)]
+        if rest:
+            return {**message, "content": [{"type": "text", "text": text}, *rest]}
+    return {**message, "content": text}
+
+
+def cuts(items: Sequence[Item]) -> list[int]:
+    """Indexes where a view may begin: before a user or assistant message, with no call open that is still answered."""
+    found: list[int] = []
+    open_calls: set[str] = set()
+    for index, item in enumerate(items):
+        if item.role != "tool" and not open_calls:
+            found.append(index)
+        open_calls.update(item.call_ids)
+        if item.role == "tool":
+            open_calls.discard(str(item.message.get("tool_call_id")))
+        elif item.role == "user":
+            open_calls.clear()  # the client went on without the results: they will not come
+    return found
+
+
+def derive(path: Iterable[Item], epochs: Sequence[tuple[str, Epoch]], reduced: Mapping[str, str]) -> View:
+    """Rebuilds the view of a path: `epochs` are the compactions recorded on it, each at the entry where it was taken,
+    in order; `reduced` maps an entry to its text after reduction on entry. Token counts are those of the items."""
+    items = list(path)
+    on_path = {item.hash for item in items}
+    epoch = next((e for at, e in reversed(epochs) if at in on_path), Epoch())
+    shown = {**reduced, **epoch.overrides}
+    items = [replace(i, message=with_text(i.message, shown[i.hash])) if i.hash in shown else i for i in items]
+    pinned: list[Item] = []
+    for item in items:
+        if item.role not in PINNED_ROLES:
+            break
+        pinned.append(item)
+    rest = tuple(i for i in items[len(pinned) :] if i.depth > epoch.through)
+    return View(tuple(pinned), epoch, rest)

@@ -1,0 +1,83 @@
+"""The budget of a session and its marks, in tokens.
+
+    0 ........ low ............... high ...... hard ........ budget
+              after a compaction   compact    | room for the answer
+
+`hard` leaves room for the answer, so that prompt + answer stay inside the budget. At `high` the history is compacted, in one
+big step down to `low`. The further apart the marks, the rarer the steps, and the more of the prompt is found in the engine's prefix cache:
+with g new tokens a turn, an epoch has (high - low) / g turns with (high^2 - low^2) / 2g prompt tokens, of which about
+`high` are prefilled, so the share that is not cached is 2g x high / (high^2 - low^2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvsteward.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a session's context is kept. Ratios are of the budget."""
+
+    high_water_ratio: float = 0.85
+    low_water_ratio: float = 0.40
+    block_ratio: float = 0.25
+    """The most that the condensed part may take."""
+    keep_rounds: int = 3
+    """Rounds (an assistant message and all up to the next) kept verbatim at a compaction."""
+    tool_limit_tokens: int | None = None
+    """A tool result over this is reduced on entry. Default: a sixteenth of the budget, 160 at the least, 4,096 at the most."""
+    summary: str = "engine"
+    """"engine" asks the model at a compaction; "extractive" never does."""
+    answer_tokens: int = 512
+    """Room kept for the answer where the request sets no limit (an eighth of the budget at the most)."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low_water_ratio < self.high_water_ratio <= 1:
+            raise ConfigError(
+                f"low-water {self.low_water_ratio} and high-water {self.high_water_ratio} must satisfy 0 < low < high <= 1"
+            )
+        if self.summary not in {"engine", "extractive"}:
+            raise ConfigError(f"summary must be 'engine' or 'extractive', not {self.summary!r}")
+        if self.keep_rounds < 1:
+            raise ConfigError("keep_rounds must be at least 1")
+
+    def marks(self, budget_tokens: int, max_output_tokens: int | None) -> Marks:
+        """The marks for one turn. A request that wants a long answer gets an earlier high-water mark."""
+        reserve = max_output_tokens or min(self.answer_tokens, budget_tokens // 8)
+        hard = budget_tokens - min(reserve, budget_tokens // 2)
+        high = min(int(budget_tokens * self.high_water_ratio), hard)
+        tool_limit = self.tool_limit_tokens or min(4_096, max(160, budget_tokens // 16))
+        return Marks(
+            budget=budget_tokens,
+            hard=hard,
+            high=high,
+            low=min(int(budget_tokens * self.low_water_ratio), int(high * 0.75)),
+            block=int(budget_tokens * self.block_ratio),
+            tool_limit=tool_limit,
+            text_limit=max(tool_limit, budget_tokens // 4),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """All in tokens. `tool_limit` and `text_limit` bound one tool result and one message of any other role."""
+
+    budget: int
+    hard: int
+    high: int
+    low: int
+    block: int
+    tool_limit: int
+    text_limit: int
+
+    def scaled(self, factor: float) -> Marks:
+        """The same marks in units of an estimate that is off by a known factor."""
+        return replace(
+            self,
+            hard=int(self.hard * factor),
+            high=int(self.high * factor),
+            low=int(self.low * factor),
+            block=int(self.block * factor),
+        )

@@ -1,0 +1,123 @@
+"""Facts: the values of messages that leave the view and that later turns are likely to use again.
+
+A value is an id, a number, a path, a date, an address, a name with a digit, an underscore or a capital inside, or a
+short quoted string. Values are scored by who used them (one that the user said or that the agent put into a call is
+worth more than one that only a tool printed), by how many others stand beside them, and by age.
+
+Pure and bounded: at most `MAX_VALUES` values of a message, every pattern linear in the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from kvsteward.context.layout import Fact, Item
+
+MAX_VALUES = 400
+MAX_TEXT_CHARS = 200_000
+_WORD = re.compile(r"[^\s\"'`,;()\[\]{}<>|=]{2,120}")
+_QUOTED = re.compile(r"\"([^\"\n]{3,60})\"(?!\s*:)|'([^'\n]{3,60})'(?!\s*:)|`([^`\n]{3,60})`")
+_TRIM = ".:!?*…-"
+_CAMEL = re.compile(r"[a-z][A-Z]")
+_DIGITS = re.compile(r"\d")
+
+CALLED, SAID, PRINTED = 3.0, 2.0, 1.0
+_AGEING = 0.85
+
+
+def values(text: str) -> list[str]:
+    """The values of a text, in order, each once."""
+    found: dict[str, None] = {}
+    text = text[:MAX_TEXT_CHARS]
+    for match in _WORD.finditer(text):
+        word = match.group().strip(_TRIM)
+        if _is_value(word):
+            found.setdefault(word)
+            if len(found) >= MAX_VALUES:
+                return list(found)
+    for match in _QUOTED.finditer(text):
+        quoted = (match.group(1) or match.group(2) or match.group(3)).strip()
+        if len(quoted) >= 3 and quoted not in found and any(c.isalnum() for c in quoted):
+            found.setdefault(quoted)
+            if len(found) >= MAX_VALUES:
+                break
+    return list(found)
+
+
+def _is_value(word: str) -> bool:
+    if len(word) < 3:
+        return False
+    digits = len(_DIGITS.findall(word))
+    if digits == len(word) or (digits and not any(c.isalpha() for c in word)):
+        return digits >= 3
+    if "@" in word or "/" in word.strip("/"):
+        return len(word) >= 5
+    if len(word) < 4:
+        return False
+    return bool(digits) or "_" in word.strip("_") or bool(_CAMEL.search(word)) or _is_file(word)
+
+
+def _is_file(word: str) -> bool:
+    stem, dot, extension = word.rpartition(".")
+    return bool(dot) and len(stem) >= 2 and 1 <= len(extension) <= 5 and extension.isalnum()
+
+
+def argument_values(message: Mapping[str, Any]) -> list[str]:
+    """The leaf values of a message's calls, and the values inside them."""
+    found: dict[str, None] = {}
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        for leaf in _leaves(function.get("arguments")):
+            leaf = leaf.strip()
+            if 3 <= len(leaf) <= 60 and "\n" not in leaf:
+                found.setdefault(leaf)
+            for value in values(leaf):
+                found.setdefault(value)
+    return list(found)[:MAX_VALUES]
+
+
+def _leaves(arguments: Any) -> Iterable[str]:
+    if isinstance(arguments, str):
+        try:
+            arguments = orjson.loads(arguments)
+        except orjson.JSONDecodeError:
+            yield arguments
+            return
+    stack = [arguments]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            stack.extend(value.values())
+        elif isinstance(value, list):
+            stack.extend(value)
+        elif isinstance(value, str):
+            yield value
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield orjson.dumps(value).decode()
+
+
+def collect(dropped: Sequence[Item], earlier: Iterable[Fact], recent: Iterable[Item]) -> list[Fact]:
+    """The facts of a dropped span and those carried from before, best first. `recent` (what stays in view) only tells
+    which values are still in use."""
+    used = Counter(v for item in (*dropped, *recent) for v in argument_values(item.message))
+    said = {v for item in dropped if item.role == "user" for v in values(item.text)}
+    facts: dict[str, Fact] = {}
+    for fact in earlier:
+        kept = fact.score * _AGEING + (CALLED if used[fact.value] else 0)
+        facts[fact.value] = Fact(fact.value, fact.source, fact.depth, kept)
+    newest = dropped[-1].depth if dropped else 0
+    for item in dropped:
+        found = list(dict.fromkeys([*argument_values(item.message), *values(item.text)]))
+        crowd = max(1.0, len(found) / 8) ** 0.5
+        for value in found:
+            base = CALLED + used[value] if used[value] else SAID if value in said else PRINTED / crowd
+            score = base * _AGEING ** ((newest - item.depth) / 8)
+            before = facts.get(value)
+            if before is None or score > before.score:
+                facts[value] = Fact(value, item.hash, item.depth, score)
+    return sorted(facts.values(), key=lambda f: (-f.score, -f.depth, f.value))

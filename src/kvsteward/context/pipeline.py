@@ -1,0 +1,278 @@
+"""The pipeline of one turn: reduce what is new, once; compact if the high-water mark is reached; else only append.
+
+`prepare` is a generator. Where it needs the engine it yields a question and is sent the answer, so that it knows no
+sockets and can be driven by a gateway, a simulator or a test:
+
+    questions = prepare(...)
+    question = next(questions)
+    while True: question = questions.send(answer)      # until StopIteration carries the Prepared
+
+Invariant: between compactions the rendered view of a turn is a prefix of the rendered view of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import orjson
+
+from kvsteward.context.compact import SUMMARY_INSTRUCTION, compact, droppable_tokens
+from kvsteward.context.distill.base import Hints
+from kvsteward.context.distill.registry import distil
+from kvsteward.context.layout import Epoch, Item, Message, View, with_text
+from kvsteward.context.marks import Marks, Policy
+from kvsteward.context.memory import argument_values, values
+from kvsteward.context.tokens import Estimator
+from kvsteward.errors import ContextOverflowError
+from kvsteward.wire.chat import text_of
+
+_DOUBT = 0.25
+"""How far an estimate of new tokens may be off before the engine is asked."""
+_WORTH_RATIO = 0.10
+"""A compaction that would free less than this share of the budget is not made while the prompt still fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Question: how long is this prompt exactly? Answer: int, or None if the engine cannot say."""
+
+    messages: Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Summarise:
+    """Question: the engine's answer to these messages. They extend the view that is cached. Answer: str or None."""
+
+    messages: Sequence[Message]
+    max_tokens: int
+
+
+Question = Count | Summarise
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message of the log that is not in the view yet."""
+
+    hash: str
+    depth: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What was made shorter, why, and by how much."""
+
+    hash: str
+    kind: str
+    why: str
+    tokens_before: int
+    tokens_after: int
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The view of this turn. `tokens` is its length, the engine's count if `exact`. `epoch` is set if this turn compacted."""
+
+    view: View
+    tokens: int
+    exact: bool
+    reductions: tuple[Reduction, ...] = ()
+    epoch: Epoch | None = None
+    marks: Marks = field(kw_only=True)
+
+
+def prepare(
+    view: View,
+    arrivals: Sequence[Arrival],
+    *,
+    tools: Any,
+    known_for: str,
+    marks: Marks,
+    policy: Policy,
+    estimator: Estimator,
+    force: bool = False,
+) -> Generator[Question, Any, Prepared]:
+    """The view with `arrivals` in it. `force` compacts in any case: the engine refused what the estimate allowed.
+    Raises ContextOverflowError if it cannot be made to fit."""
+    prior = view.for_tools(known_for)
+    tools_tokens = estimator.json(tools)
+    items, reductions = admit(prior, arrivals, marks, estimator)
+    view = prior.with_items(items)
+    tokens, exact = view.estimate_tokens(tools_tokens), False
+    doubt = int((view.unknown_tokens() if view.known_tokens else tokens) * _DOUBT)
+    if force or tokens + doubt > marks.high:
+        counted = yield Count(view.render())
+        if counted is not None:
+            tokens, exact = counted, True
+            view = view.counted(counted, known_for)
+        else:
+            tokens += doubt
+    if not force and not _must_compact(view, tokens, marks):
+        if tokens > marks.hard:
+            raise _overflow(tokens, marks)
+        return Prepared(view, tokens, exact, tuple(reductions), marks=marks)
+    return (yield from _compacted(prior, view, tokens, reductions, tools_tokens, known_for, marks, policy, estimator))
+
+
+def _must_compact(view: View, tokens: int, marks: Marks) -> bool:
+    if tokens <= marks.high:
+        return False
+    return tokens > marks.hard or droppable_tokens(view, marks) >= marks.budget * _WORTH_RATIO
+
+
+def _compacted(
+    prior: View,
+    view: View,
+    tokens: int,
+    reductions: list[Reduction],
+    tools_tokens: int,
+    known_for: str,
+    marks: Marks,
+    policy: Policy,
+    estimator: Estimator,
+) -> Generator[Question, Any, Prepared]:
+    """One compaction. The estimate is corrected by the engine's count; a second, stricter pass is the last."""
+    summary = yield from _ask_summary(prior, marks, policy, estimator, tools_tokens)
+    shorten = _shortener(view, estimator)
+    factor = view.estimate_tokens(tools_tokens) if not view.known_tokens else _estimated(view, tools_tokens)
+    correction = min(1.0, factor / tokens) if tokens else 1.0
+    for strictness in (1.0, 0.7):
+        after = compact(
+            view, marks.scaled(correction * strictness), summary, policy.keep_rounds, estimator, tools_tokens, shorten
+        )
+        counted = yield Count(after.render())
+        length = counted if counted is not None else int(after.estimate_tokens(tools_tokens) / correction)
+        if length <= marks.high:
+            break
+    if length > marks.hard:
+        raise _overflow(length, marks)
+    if counted is not None:
+        after = after.counted(counted, known_for)
+    reductions.append(Reduction(after.head, "compact", "high-water mark", tokens, length, after.epoch.block))
+    return Prepared(after, length, counted is not None, tuple(reductions), after.epoch, marks=marks)
+
+
+def _estimated(view: View, tools_tokens: int) -> int:
+    """The whole view by the estimate alone, to compare with the engine's count."""
+    return View(view.pinned, view.epoch, view.items).estimate_tokens(tools_tokens)
+
+
+def _overflow(tokens: int, marks: Marks) -> ContextOverflowError:
+    return ContextOverflowError(
+        f"the prompt has {tokens} tokens and nothing more can be condensed; "
+        f"the budget of {marks.budget} tokens leaves {marks.hard} for a prompt"
+    )
+
+
+def _ask_summary(
+    prior: View, marks: Marks, policy: Policy, estimator: Estimator, tools_tokens: int
+) -> Generator[Question, Any, str | None]:
+    """The engine's rolling summary, asked by appending to the view that it has cached. None if there is nothing to
+    summarise, no room to ask, no answer, or an answer that is too long to be a summary."""
+    if policy.summary != "engine" or not prior.known_tokens or len(prior.items) < 2:
+        return None
+    room = max(64, int(marks.block * 0.3))
+    instruction = {"role": "user", "content": SUMMARY_INSTRUCTION.format(words=room // 2)}
+    if prior.estimate_tokens(tools_tokens) + estimator.message(instruction) + room > marks.budget:
+        return None
+    answer = yield Summarise([*prior.render(), instruction], room)
+    text = answer.strip() if answer else ""
+    return text if text and estimator.text(text) <= room * 2 else None
+
+
+def admit(
+    view: View, arrivals: Sequence[Arrival], marks: Marks, estimator: Estimator
+) -> tuple[list[Item], list[Reduction]]:
+    """Turns new messages into items, each reduced once if it is over its limit."""
+    items: list[Item] = []
+    reductions: list[Reduction] = []
+    calls = _calls((*(i.message for i in view.items), *(a.message for a in arrivals)))
+    for arrival in arrivals:
+        item, reduction = _admit(arrival, view, arrivals, calls, marks, estimator)
+        items.append(item)
+        if reduction:
+            reductions.append(reduction)
+    return items, reductions
+
+
+def _admit(
+    arrival: Arrival,
+    view: View,
+    arrivals: Sequence[Arrival],
+    calls: Mapping[str, tuple[str, str]],
+    marks: Marks,
+    estimator: Estimator,
+) -> tuple[Item, Reduction | None]:
+    before = estimator.message(arrival.message)
+    item = Item(arrival.hash, arrival.depth, arrival.message, before, before)
+    role = item.role
+    limit = marks.tool_limit if role == "tool" else marks.text_limit
+    text_tokens = estimator.text(item.text)
+    if role in {"system", "developer"} or text_tokens <= limit:
+        return item, None
+    hints = _hints(item, view, arrivals, calls)
+    text = _distilled(item, limit, hints, estimator)
+    if text is None:
+        return item, None
+    message = with_text(arrival.message, text)
+    after = estimator.message(message)
+    reduced = Item(arrival.hash, arrival.depth, message, after, before)
+    return reduced, Reduction(arrival.hash, "distil", f"{role} message over {limit} tokens", before, after, text)
+
+
+def _distilled(item: Item, limit: int, hints: Hints, estimator: Estimator) -> str | None:
+    """The reduced text with its note, or None if it would not be shorter."""
+    footer = "\n[kvsteward: {kind}, {before} tokens reduced; {note}; whole text: {hash}]"
+    room = limit - estimator.text(footer) - 16
+    result = distil(item.text, max(32, room), hints, estimator.text)
+    text = result.text + footer.format(
+        kind=result.kind, before=estimator.text(item.text), note=result.note, hash=item.hash[:10]
+    )
+    return text if estimator.text(text) < estimator.text(item.text) else None
+
+
+def _shortener(view: View, estimator: Estimator) -> Any:
+    calls = _calls(i.message for i in view.items)
+
+    def shorten(item: Item, tokens: int) -> str | None:
+        if estimator.text(item.text) <= tokens:
+            return None
+        return _distilled(item, tokens, _hints(item, view, (), calls), estimator)
+
+    return shorten
+
+
+def _calls(messages: Any) -> dict[str, tuple[str, str]]:
+    """Call id -> (tool name, arguments)."""
+    return {
+        call["id"]: (
+            str((call.get("function") or {}).get("name", "")),
+            str((call.get("function") or {}).get("arguments", "")),
+        )
+        for message in messages
+        for call in message.get("tool_calls") or ()
+    }
+
+
+def _hints(item: Item, view: View, arrivals: Sequence[Arrival], calls: Mapping[str, tuple[str, str]]) -> Hints:
+    """What is known of what will be asked: the newest question before the item, and values that recent calls used."""
+    earlier = [*(i.message for i in view.items), *(a.message for a in arrivals if a.depth < item.depth)]
+    question = next((text_of(m) for m in reversed(earlier) if m.get("role") == "user"), "")
+    name, arguments = calls.get(str(item.message.get("tool_call_id")), ("", ""))
+    mentions = {v for message in earlier[-12:] for v in argument_values(message)}
+    mentions.update(values(question))
+    return Hints(question, frozenset(mentions), name, arguments)
+
+
+def encode_epoch(epoch: Epoch) -> bytes:
+    """An epoch as a decision's payload."""
+    return orjson.dumps(epoch)
+
+
+def decode_epoch(payload: bytes) -> Epoch:
+    return msgspec.json.decode(payload, type=Epoch)

@@ -1,0 +1,353 @@
+"""Everything that is not a chat completion: sessions, the account, models, health, metrics, and the simple chat."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from kvsteward import __version__
+from kvsteward.errors import EngineError, KVStewardError, NotFoundError, ProtocolError, StateError
+from kvsteward.gateway import turn
+from kvsteward.gateway.auth import tenant_of
+from kvsteward.gateway.desk import public_id, storage_id
+from kvsteward.gateway.relay import Exchange
+from kvsteward.gateway.settings import Tenant
+from kvsteward.sessions.base import Entry, Session
+from kvsteward.wire.chat import parse_chat, parse_object
+from kvsteward.wire.errors import error_body
+from kvsteward.wire.fingerprint import root
+
+if TYPE_CHECKING:
+    from kvsteward.gateway.app import Steward
+
+Endpoint = Callable[["Steward", Request, Tenant], Awaitable[Response]]
+_MAX_PAGE = 1_000
+_MAX_SMALL_BODY = 1 * 2**20
+
+
+def json(payload: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(payload), status, media_type="application/json")
+
+
+def routes(steward: Steward) -> list[BaseRoute]:
+    """All routes but the two hot ones."""
+
+    def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
+        async def handle(request: Request) -> Response:
+            return await endpoint(steward, request, tenant_of(request.headers, steward.settings))
+
+        return Route(path, handle, methods=[method])
+
+    async def health(_: Request) -> Response:
+        return await _health(steward)
+
+    async def metrics(_: Request) -> Response:
+        return Response(steward.telemetry.text(), media_type="text/plain; version=0.0.4")
+
+    return [
+        Route("/health", health),
+        Route("/metrics", metrics),
+        route("/v1/models", _models),
+        route("/v1/internal/memory", _memory),
+        route("/v1/internal/history", _history),
+        route("/v1/sessions", _create, "POST"),
+        route("/v1/sessions", _list),
+        route("/v1/sessions/{id:path}/log", _log),
+        route("/v1/sessions/{id:path}/view", _view),
+        route("/v1/sessions/{id:path}/items/{hash}", _item),
+        route("/v1/sessions/{id:path}", _get),
+        route("/v1/sessions/{id:path}", _delete, "DELETE"),
+        route("/create_session", _create_simple, "POST"),
+    ]
+
+
+def exception_handlers() -> dict[Any, Any]:
+    async def ours(_: Request, error: Exception) -> Response:
+        assert isinstance(error, KVStewardError)
+        return json(error_body(error), error.status)
+
+    async def theirs(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        kind = NotFoundError if error.status_code == 404 else ProtocolError
+        ours_ = kind(f"{request.method} {request.url.path}: {error.detail}", hint="The README lists the endpoints.")
+        return json(error_body(ours_), error.status_code)
+
+    async def fault(_: Request, error: Exception) -> Response:
+        return json(error_body(KVStewardError(f"internal error ({type(error).__name__})")), 500)
+
+    return {KVStewardError: ours, HTTPException: theirs, Exception: fault}
+
+
+# -- health, models, the account ----------------------------------------------------------------------------------
+
+
+async def _health(steward: Steward) -> Response:
+    info = steward.engine.info
+    try:
+        await steward.engine.check()
+        problem = None
+    except EngineError as error:
+        problem = error.message
+    body = {
+        "status": "ok" if problem is None else "engine unavailable",
+        "version": __version__,
+        "engine": {"dialect": info.dialect, "version": info.version, "problem": problem},
+        "budget_tokens": steward.budget_tokens(steward.settings.default_tenant),
+    }
+    return json(body, 200 if problem is None else 503)
+
+
+async def _models(steward: Steward, _: Request, tenant: Tenant) -> Response:
+    budget = steward.budget_tokens(tenant)
+    cards = [
+        {"id": name, "object": "model", "created": 0, "owned_by": "kvsteward", "max_model_len": budget}
+        for name in steward.engine.info.models
+    ]
+    return json({"object": "list", "data": cards})
+
+
+async def _memory(steward: Steward, _: Request, tenant: Tenant) -> Response:
+    """The account. Blocks are the engine's where it reports them, else those that the session ledger implies."""
+    info, load = steward.engine.info, steward.load
+    sessions = await steward.desk.call(steward.desk.store.list, tenant=tenant.name, limit=_MAX_PAGE)
+    resident = steward.residency.total_tokens
+    block = info.block_tokens or 1
+    total = info.kv_capacity_tokens // block if info.kv_capacity_tokens else None
+    usage = load.kv_usage_ratio
+    if usage is None and info.kv_capacity_tokens:
+        usage = min(1.0, resident / info.kv_capacity_tokens)
+    used = round(usage * total) if usage is not None and total else -(-resident // block)
+    return json(
+        {
+            "gpu_memory_utilization": None,
+            "num_blocks_used": used,
+            "num_blocks_total": total,
+            "block_size": block,
+            "kv_cache_usage": usage,
+            "kv_capacity_tokens": info.kv_capacity_tokens,
+            "kv_bytes_per_token": info.kv_bytes_per_token,
+            "weight_bytes": info.weight_bytes,
+            "k_dtype": info.k_dtype,
+            "v_dtype": info.v_dtype,
+            "budget_tokens": steward.budget_tokens(tenant),
+            "resident_tokens": resident,
+            "running": steward.gate.pool.running,
+            "waiting": steward.gate.pool.waiting,
+            "engine": asdict(load),
+            "sessions": [_session(steward, session) for session in sessions],
+        }
+    )
+
+
+async def _history(steward: Steward, request: Request, _: Tenant) -> Response:
+    """Samples of the last minutes, oldest first. With `?after=SECONDS` only newer ones."""
+    after = _number(request, "after", 0.0)
+    return json({"samples": [s for s in steward.samples if s["at_s"] > after]})
+
+
+# -- sessions -----------------------------------------------------------------------------------------------------
+
+
+def _session(steward: Steward, session: Session) -> dict[str, Any]:
+    return {
+        "id": public_id(session),
+        "object": "session",
+        "state": session.state,
+        "title": session.title,
+        "model": session.model,
+        "turns": session.turns,
+        "created_s": session.created_s,
+        "last_used_s": session.last_used_s,
+        "ttl_s": session.ttl_s,
+        "branched_from": session.branched_from,
+        "head": session.head,
+        "tokens_resident": steward.residency.of(session.id),
+        "tokens_in_view": session.view_tokens,
+        "tokens_in_log": session.log_tokens,
+        "tokens_saved": session.saved_tokens,
+    }
+
+
+def _entry(entry: Entry, *, whole: bool = True) -> dict[str, Any]:
+    described = {
+        "hash": entry.hash,
+        "parent": entry.parent,
+        "depth": entry.depth,
+        "source": entry.source,
+        "tokens": entry.tokens,
+        "created_s": entry.created_s,
+        "finish": entry.finish,
+        "response_id": entry.response_id,
+    }
+    return {**described, "message": orjson.Fragment(entry.raw)} if whole else described
+
+
+async def _found(steward: Steward, request: Request, tenant: Tenant) -> Session:
+    session_id = storage_id(tenant.name, request.path_params["id"])
+    session = await steward.desk.call(steward.desk.store.get, session_id)
+    if session is None or session.tenant != tenant.name:
+        raise NotFoundError(f"there is no session '{request.path_params['id']}'")
+    return session
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    raw = b""
+    async for part in request.stream():
+        raw += part
+        if len(raw) > _MAX_SMALL_BODY:
+            raise ProtocolError(f"the body is larger than {_MAX_SMALL_BODY} bytes")
+    return parse_object(raw) if raw.strip() else {}
+
+
+async def _create(steward: Steward, request: Request, tenant: Tenant) -> Response:
+    return json(_session(steward, await _created(steward, await _body(request), tenant)), 201)
+
+
+async def _create_simple(steward: Steward, request: Request, tenant: Tenant) -> Response:
+    session = await _created(steward, await _body(request), tenant)
+    return json({"session_id": public_id(session)})
+
+
+async def _created(steward: Steward, body: dict[str, Any], tenant: Tenant) -> Session:
+    """`{"session_id"?, "ttl_s"?, "system"?, "model"?, "title"?}`."""
+    for name, kind in (("session_id", str), ("system", str), ("model", str), ("title", str)):
+        if body.get(name) is not None and not isinstance(body[name], kind):
+            raise ProtocolError(f"'{name}' must be a string", param=name)
+    ttl_s = body.get("ttl_s")
+    if ttl_s is not None and (not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool) or ttl_s <= 0):
+        raise ProtocolError("'ttl_s' must be a positive number of seconds", param="ttl_s")
+    session_id = storage_id(tenant.name, body.get("session_id") or uuid.uuid4().hex)
+    desk = steward.desk
+    session = desk.new_session(session_id, tenant, body.get("model"), body.get("title") or "", ttl_s)
+    try:
+        await desk.call(desk.store.create, session)
+    except StateError:
+        raise ProtocolError(f"the session '{body['session_id']}' exists already", param="session_id") from None
+    if body.get("system"):
+        message = {"role": "system", "content": body["system"]}
+        resolved = await desk.after(session, root(tenant.name), 0, [message])
+        session = await desk.log_arrivals(resolved, None, None)
+    return session
+
+
+async def _list(steward: Steward, request: Request, tenant: Tenant) -> Response:
+    limit = int(_number(request, "limit", 100))
+    offset = int(_number(request, "offset", 0))
+    sessions = await steward.desk.call(
+        steward.desk.store.list, tenant=tenant.name, limit=max(1, min(limit, _MAX_PAGE)), offset=max(0, offset)
+    )
+    return json({"object": "list", "data": [_session(steward, session) for session in sessions]})
+
+
+async def _get(steward: Steward, request: Request, tenant: Tenant) -> Response:
+    return json(_session(steward, await _found(steward, request, tenant)))
+
+
+async def _delete(steward: Steward, request: Request, tenant: Tenant) -> Response:
+    session = await _found(steward, request, tenant)
+    await steward.desk.call(steward.desk.store.delete, session.id)
+    await steward.give_back(session.id)
+    return json({"id": public_id(session), "object": "session.deleted", "deleted": True})
+
+
+async def _log(steward: Steward, request: Request, tenant: Tenant) -> Response:
+    """The path to the head, whole; with `?q=TEXT` the entries of all branches that hold a text; with `?head=HASH`
+    another branch."""
+    session = await _found(steward, request, tenant)
+    store = steward.desk.store
+    needle = request.query_params.get("q")
+    entries: Sequence[Entry]
+    if needle:
+        entries = await steward.desk.call(store.search, session.id, needle, limit=int(_number(request, "limit", 20)))
+    else:
+        entries = await steward.desk.call(store.path, session.id, request.query_params.get("head"))
+    return json({"object": "list", "session": public_id(session), "data": [_entry(entry) for entry in entries]})
+
+
+async def _view(steward: Steward, request: Request, tenant: Tenant) -> Response:
+    """What the model sees now, and what was decided to get there."""
+    session = await _found(steward, request, tenant)
+    node = request.query_params.get("head") or session.head
+    shown = await steward.desk.shown(session.id, node)
+    decisions = await steward.desk.call(steward.desk.store.decisions, session.id)
+    return json(
+        {
+            "session": public_id(session),
+            "head": node,
+            "messages": shown.view.render(),
+            "tokens": shown.view.known_tokens or shown.view.estimate_tokens(0),
+            "exact": bool(shown.view.known_tokens),
+            "log_tokens": shown.log_tokens,
+            "dropped_messages": shown.view.epoch.dropped,
+            "decisions": [
+                {"at": d.at, "kind": d.kind, "created_s": d.created_s, "payload": orjson.Fragment(d.payload)}
+                for d in decisions
+            ],
+        }
+    )
+
+
+async def _item(steward: Steward, request: Request, tenant: Tenant) -> Response:
+    session = await _found(steward, request, tenant)
+    prefix = request.path_params["hash"]
+    if len(prefix) < 8 or not all(c in "0123456789abcdef" for c in prefix):
+        raise ProtocolError("an item is named by 8 or more hex digits of its hash", param="hash")
+    entry = await steward.desk.call(steward.desk.store.item, session.id, prefix)
+    if entry is None:
+        raise NotFoundError(f"the session has no item '{prefix}'")
+    return json(_entry(entry))
+
+
+def _number(request: Request, name: str, default: float) -> float:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise ProtocolError(f"'{name}' must be a number, not '{text}'", param=name) from None
+
+
+# -- the simple chat ----------------------------------------------------------------------------------------------
+
+
+async def simple_chat(steward: Steward, exchange: Exchange, turn_id: str, tenant: Tenant) -> None:
+    """`POST /chat {"session_id", "message"}`: the gateway keeps the history, the client sends only what is new. Other
+    fields (max_tokens, temperature, stream, ...) go to the engine as they are."""
+    body = parse_object(await exchange.body(steward.settings.max_body_bytes))
+    session_id, message = body.pop("session_id", None), body.pop("message", None)
+    if not isinstance(session_id, str) or not session_id:
+        raise ProtocolError("'session_id' must be a string", param="session_id")
+    if not isinstance(message, str) or not message:
+        raise ProtocolError("'message' must be a text", param="message")
+    desk = steward.desk
+    session = await desk.call(desk.store.get, storage_id(tenant.name, session_id))
+    if session is None:
+        raise NotFoundError(f"there is no session '{session_id}'", hint="POST /create_session makes one.")
+    model = body.pop("model", None) or session.model or next(iter(steward.engine.info.models), "")
+    raw = orjson.dumps({**body, "model": model, "messages": [{"role": "user", "content": message}]})
+    done = turn.Turn(turn_id, parse_chat(raw), tenant, steward.now())
+    exchange.shape = lambda completion: _simple_answer(session_id, completion)
+    async with turn.ended(steward, done, exchange):
+        path = await desk.call(desk.store.path, session.id)
+        resolved = await desk.after(session, session.head, len(path), done.request.messages)
+        await turn.run(steward, exchange, done, resolved)
+
+
+def _simple_answer(session_id: str, completion: dict[str, Any]) -> dict[str, Any]:
+    choice = completion["choices"][0] if completion.get("choices") else {}
+    message = choice.get("message") or {}
+    return {
+        "session_id": session_id,
+        "message": message.get("content") or "",
+        "finish_reason": choice.get("finish_reason"),
+        "usage": completion.get("usage"),
+    }

@@ -1,0 +1,368 @@
+"""The desk where a turn finds its session: who is it, what is already in the log, what is new, what is its view.
+
+Joins the session store (on a thread of its own, since it blocks) with the views that the context pipeline makes of
+it. Views are cached and can always be derived again from the log. Mutable, for one event loop.
+
+Invariant: what a client sent is in the log before an engine sees it; what an engine said is in the log before the
+client is told that the answer is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+import msgspec
+import orjson
+
+from kvsteward.context.layout import Item, View, derive
+from kvsteward.context.pipeline import Arrival, Prepared, Reduction, decode_epoch, encode_epoch
+from kvsteward.context.tokens import Estimator
+from kvsteward.errors import NotFoundError
+from kvsteward.gateway.settings import Settings, Tenant
+from kvsteward.sessions.base import Decision, Entry, Found, Session, SessionStore, State
+from kvsteward.sessions.lifecycle import step
+from kvsteward.wire.chat import ChatRequest, Message, check_tool_pairs, text_of
+from kvsteward.wire.fingerprint import body_hash, chain, link, root
+from kvsteward.wire.identity import Identity
+
+T = TypeVar("T")
+_MAX_VIEWS = 1_024
+_LOOK_BACK = 512
+_TITLE_CHARS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A turn's session. `node` is the newest entry that was known before; `arrivals` come after it."""
+
+    session: Session
+    node: str
+    view: View
+    log_tokens: int
+    """Length of the path up to `node`, as it was received."""
+    arrivals: tuple[Arrival, ...]
+
+    @property
+    def head(self) -> str:
+        return self.arrivals[-1].hash if self.arrivals else self.node
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A view, and the length of the log that it stands for."""
+
+    view: View
+    log_tokens: int
+
+
+class Desk:
+    """Sessions of one gateway."""
+
+    def __init__(self, store: SessionStore, settings: Settings, now: Callable[[], float]) -> None:
+        self.store = store
+        self._settings = settings
+        self._now = now
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvsteward-store")
+        self._views: OrderedDict[tuple[str, str], Shown] = OrderedDict()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._active: dict[str, int] = {}
+        self.estimator = Estimator()
+
+    async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Runs a store call on the store's thread. It is finished even if the caller is cancelled."""
+        loop = asyncio.get_running_loop()
+        return await asyncio.shield(loop.run_in_executor(self._thread, lambda: function(*args, **kwargs)))
+
+    async def close(self) -> None:
+        await self.call(self.store.close)
+        self._thread.shutdown(wait=True)
+
+    def lock(self, session_id: str) -> asyncio.Lock:
+        """One turn of a session is prepared at a time; any number of them may stream."""
+        lock = self._locks.get(session_id)
+        if lock is None:
+            lock = self._locks[session_id] = asyncio.Lock()
+        return lock
+
+    # -- finding the session ------------------------------------------------------------------------------------
+
+    async def resolve(self, request: ChatRequest, identity: Identity, tenant: Tenant) -> Resolved:
+        """The session of a request, found or created. Raises NotFoundError for an unknown `previous_response_id`,
+        ProtocolError for a tool message without its call."""
+        if identity.how == "previous_response_id":
+            return await self._continued(request, identity.value, tenant)
+        check_tool_pairs(request.messages)
+        hashes = list(chain(request.messages, tenant=tenant.name))
+        if identity.how == "fingerprint":
+            session, known = await self._by_fingerprint(request, hashes, tenant)
+        else:
+            session, known = await self._by_id(storage_id(tenant.name, identity.value), request, hashes, tenant)
+        return await self._resolved(session, request.messages, hashes, known, tenant)
+
+    async def _resolved(
+        self, session: Session, messages: Sequence[Message], hashes: Sequence[str], known: int, tenant: Tenant
+    ) -> Resolved:
+        node = hashes[known - 1] if known else root(tenant.name)
+        shown = await self.shown(session.id, node) if known else Shown(View(), 0)
+        arrivals = tuple(Arrival(hashes[i], i + 1, messages[i]) for i in range(known, len(messages)))
+        return Resolved(session, node, shown.view, shown.log_tokens, arrivals)
+
+    async def _by_id(
+        self, session_id: str, request: ChatRequest, hashes: Sequence[str], tenant: Tenant
+    ) -> tuple[Session, int]:
+        session = await self.call(self.store.get, session_id)
+        if session is None:
+            return self._new(session_id, request, tenant), 0
+        for index in range(len(hashes) - 1, -1, -1):
+            if hashes[index] == session.head:
+                return session, index + 1
+        found = await self.call(self.store.find, hashes[::-1][:_LOOK_BACK])
+        place = next((f for f in found if f.session_id == session_id), None)
+        return session, hashes.index(place.hash) + 1 if place else 0
+
+    async def _by_fingerprint(self, request: ChatRequest, hashes: Sequence[str], tenant: Tenant) -> tuple[Session, int]:
+        """A history is recognised by an answer in it: two sessions that begin alike are still two sessions."""
+        first = next((i for i, m in enumerate(request.messages) if m["role"] == "assistant"), len(hashes))
+        found = await self.call(self.store.find, hashes[first:][::-1][:_LOOK_BACK])
+        if not found:
+            return self._new(uuid.uuid4().hex, request, tenant), 0
+        longest = [f for f in found if f.hash == found[0].hash]
+        known = hashes.index(longest[0].hash) + 1
+        for place in longest:
+            session = await self.call(self.store.get, place.session_id)
+            if session and (place.is_head or await self._answers_again(session, place)):
+                return session, known
+        return await self._branched(longest[0], request, tenant), known
+
+    async def _answers_again(self, session: Session, place: Found) -> bool:
+        """The client repeats a request whose answer it did not keep: the session's head is that answer."""
+        head = await self.call(self.store.item, session.id, session.head)
+        return head is not None and head.parent == place.hash and head.source == "engine"
+
+    async def _branched(self, place: Found, request: ChatRequest, tenant: Tenant) -> Session:
+        session = replace(self._new(uuid.uuid4().hex, request, tenant), head=place.hash, branched_from=place.session_id)
+        await self.call(self.store.branch, session, place.session_id, place.hash)
+        return session
+
+    async def _continued(self, request: ChatRequest, response_id: str, tenant: Tenant) -> Resolved:
+        """`previous_response_id`: the messages go on from that answer, unless the client sent the whole history."""
+        place = await self.call(self.store.find_response, tenant.name, response_id)
+        session = await self.call(self.store.get, place.session_id) if place else None
+        if place is None or session is None:
+            raise NotFoundError(
+                f"no answer with the id '{response_id}' is in the log",
+                hint="Send the whole history, or an id that this deployment returned and has not deleted.",
+                param="previous_response_id",
+            )
+        hashes = list(chain(request.messages, tenant=tenant.name))
+        if place.hash in hashes:
+            check_tool_pairs(request.messages)
+            return await self._resolved(session, request.messages, hashes, hashes.index(place.hash) + 1, tenant)
+        path = await self.call(self.store.path, session.id, place.hash)
+        history = [orjson.loads(entry.raw) for entry in path]
+        check_tool_pairs([*history, *request.messages])
+        return await self.after(session, place.hash, len(path), request.messages)
+
+    async def after(self, session: Session, node: str, depth: int, messages: Sequence[Message]) -> Resolved:
+        """Messages that go on from a known entry."""
+        shown = await self.shown(session.id, node) if depth else Shown(View(), 0)
+        arrivals: list[Arrival] = []
+        parent = node
+        for offset, message in enumerate(messages):
+            parent = link(parent, message)
+            arrivals.append(Arrival(parent, depth + offset + 1, message))
+        return Resolved(session, node, shown.view, shown.log_tokens, tuple(arrivals))
+
+    def _new(self, session_id: str, request: ChatRequest, tenant: Tenant) -> Session:
+        title = next((text_of(m) for m in request.messages if m["role"] == "user"), "")
+        return self.new_session(session_id, tenant, request.model, " ".join(title.split())[:_TITLE_CHARS])
+
+    def new_session(
+        self, session_id: str, tenant: Tenant, model: str | None = None, title: str = "", ttl_s: float | None = None
+    ) -> Session:
+        """A session's row; it is stored with its first entries."""
+        now = self._now()
+        return Session(
+            id=session_id,
+            tenant=tenant.name,
+            state="new",
+            head=root(tenant.name),
+            created_s=now,
+            last_used_s=now,
+            ttl_s=ttl_s or tenant.ttl_s or self._settings.ttl_s,
+            model=model or None,
+            title=title,
+        )
+
+    # -- views --------------------------------------------------------------------------------------------------
+
+    async def shown(self, session_id: str, node: str) -> Shown:
+        """The view at an entry: from the cache, or derived from the log and its decisions."""
+        key = (session_id, node)
+        cached = self._views.get(key)
+        if cached is not None:
+            self._views.move_to_end(key)
+            return cached
+        path = await self.call(self.store.path, session_id, node)
+        decisions = await self.call(self.store.decisions, session_id)
+        return self.remember(session_id, node, await asyncio.to_thread(rebuild, path, decisions, self.estimator))
+
+    def remember(self, session_id: str, node: str, shown: Shown) -> Shown:
+        self._views[(session_id, node)] = shown
+        while len(self._views) > _MAX_VIEWS:
+            self._views.popitem(last=False)
+        return shown
+
+    def forget(self, session_id: str) -> None:
+        for key in [key for key in self._views if key[0] == session_id]:
+            del self._views[key]
+
+    # -- writing the log ----------------------------------------------------------------------------------------
+
+    async def log_arrivals(self, resolved: Resolved, prepared: Prepared | None, tools: Any) -> Session:
+        """Writes what the client sent, and what the pipeline decided about it. `prepared` None: the turn was refused;
+        what was said is kept all the same."""
+        now = self._now()
+        items = {item.hash: item for item in prepared.view.items} if prepared else {}
+        entries: list[Entry] = []
+        parent = resolved.node
+        log_tokens = resolved.log_tokens
+        for arrival in resolved.arrivals:
+            item = items.get(arrival.hash)
+            tokens = item.log_tokens if item else self.estimator.message(arrival.message)
+            log_tokens += tokens
+            raw = orjson.dumps(arrival.message)
+            entries.append(Entry(arrival.hash, parent, arrival.depth, "client", raw, now, tokens))
+            parent = arrival.hash
+        decisions = _decisions(resolved, prepared, tools, now) if entries or prepared else []
+        session = replace(resolved.session, head=resolved.head, last_used_s=now, log_tokens=log_tokens)
+        if prepared:
+            session = replace(
+                session,
+                state=self._started(session),
+                view_tokens=prepared.tokens,
+                saved_tokens=max(0, log_tokens - prepared.tokens),
+            )
+            self.remember(session.id, resolved.head, Shown(prepared.view, log_tokens))
+        await self.call(self._append, session, entries, decisions)
+        return session
+
+    def _started(self, session: Session) -> State:
+        """Counts a turn in. Its end is `log_answer` or `turn_failed`."""
+        count = self._active[session.id] = self._active.get(session.id, 0) + 1
+        state: State = step(session.state, "revive") if session.state == "expired" else session.state
+        return step(state, "turn_started") if count == 1 or state != "active" else state
+
+    def _ended(self, session: Session) -> State:
+        count = self._active.pop(session.id, 1) - 1
+        if count > 0:
+            self._active[session.id] = count
+            return session.state
+        return step(session.state, "turn_ended") if session.state == "active" else session.state
+
+    def _append(self, session: Session, entries: Sequence[Entry], decisions: Sequence[Decision]) -> None:
+        if self.store.get(session.id) is None:
+            self.store.create(session)
+        self.store.append(session, entries, decisions)
+
+    async def log_answer(
+        self,
+        session_id: str,
+        parent: str,
+        depth: int,
+        message: Message,
+        *,
+        finish: str,
+        response_id: str | None,
+        tokens: int,
+        turn_id: str,
+        view: View,
+    ) -> None:
+        """Writes what the engine said. `view` is the view with the answer in it."""
+        entry = Entry(
+            hash=link(parent, message),
+            parent=parent,
+            depth=depth,
+            source="engine",
+            raw=orjson.dumps(message),
+            created_s=self._now(),
+            tokens=tokens,
+            finish=finish,
+            response_id=response_id,
+        )
+        before = self._views.get((session_id, parent))
+        log_tokens = (before.log_tokens if before else 0) + tokens
+        self.remember(session_id, entry.hash, Shown(view, log_tokens))
+        await self.call(self._append_answer, session_id, entry, turn_id, view.known_tokens, log_tokens)
+
+    def _append_answer(self, session_id: str, entry: Entry, turn_id: str, view_tokens: int, log_tokens: int) -> None:
+        session = self.store.get(session_id)
+        if session is None:  # deleted while the engine was speaking: what was deleted stays deleted
+            return
+        moved = session.head == entry.parent
+        session = replace(
+            session,
+            head=entry.hash if moved else session.head,
+            state=self._ended(session),
+            last_used_s=entry.created_s,
+            turns=session.turns + 1,
+            log_tokens=log_tokens if moved else session.log_tokens,
+            view_tokens=view_tokens if moved else session.view_tokens,
+            saved_tokens=max(0, log_tokens - view_tokens) if moved else session.saved_tokens,
+        )
+        self.store.append(session, [entry], end_draft=turn_id)
+
+    async def turn_failed(self, session_id: str) -> None:
+        """A turn ended without an answer to log."""
+        await self.call(self._end_turn, session_id)
+
+    def _end_turn(self, session_id: str) -> None:
+        session = self.store.get(session_id)
+        if session is not None:
+            self.store.put(replace(session, state=self._ended(session), last_used_s=self._now()))
+
+
+def storage_id(tenant: str, session_id: str) -> str:
+    """The id under which a tenant's session is kept: two tenants may use the same name."""
+    return f"{tenant}/{session_id}" if tenant else session_id
+
+
+def public_id(session: Session) -> str:
+    return session.id.removeprefix(f"{session.tenant}/") if session.tenant else session.id
+
+
+def rebuild(path: Sequence[Entry], decisions: Sequence[Decision], estimator: Estimator) -> Shown:
+    """The view of a path from the log alone. Pure."""
+    reduced = {d.at: msgspec.json.decode(d.payload, type=Reduction).text for d in decisions if d.kind == "distil"}
+    epochs = [(d.at, decode_epoch(d.payload)) for d in decisions if d.kind == "compact"]
+    items = []
+    for entry in path:
+        message = orjson.loads(entry.raw)
+        items.append(Item(entry.hash, entry.depth, message, entry.tokens, entry.tokens))
+    view = derive(items, epochs, reduced)
+    shown = tuple(replace(item, tokens=estimator.message(item.message)) for item in view.items)
+    return Shown(replace(view, items=shown), sum(entry.tokens for entry in path))
+
+
+def _decisions(resolved: Resolved, prepared: Prepared | None, tools: Any, now: float) -> list[Decision]:
+    found: list[Decision] = []
+    for reduction in prepared.reductions if prepared else ():
+        if reduction.kind == "distil":
+            found.append(Decision(reduction.hash, "distil", orjson.dumps(reduction), now))
+    if prepared and prepared.epoch:
+        found.append(Decision(resolved.head, "compact", encode_epoch(prepared.epoch), now))
+    if tools and not resolved.view.known_for.startswith(tools_key(tools)):
+        found.append(Decision(resolved.head, "tools", orjson.dumps(tools), now))
+    return found
+
+
+def tools_key(tools: Any) -> str:
+    """Names a set of tools by its content."""
+    return body_hash(orjson.dumps(tools)) if tools else ""

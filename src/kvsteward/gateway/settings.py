@@ -1,0 +1,96 @@
+"""What a deployment sets. Checked once, at the edge; nothing reads the environment anywhere else.
+
+The command line fills these values; `from_env` and a YAML file for tenants are the other doors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from kvsteward.context.marks import Policy
+from kvsteward.errors import ConfigError
+from kvsteward.policy.admission import Limits
+
+Mode = Literal["managed", "passthrough"]
+MODES = ("managed", "passthrough")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One user of the deployment. Sessions of two tenants never meet."""
+
+    name: str = ""
+    mode: Mode = "managed"
+    ttl_s: float | None = None
+    budget_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A deployment. `budget_tokens` None: the engine's context limit for one request."""
+
+    mode: Mode = "managed"
+    budget_tokens: int | None = None
+    policy: Policy = field(default_factory=Policy)
+    limits: Limits = field(default_factory=Limits)
+    ttl_s: float = 1_800.0
+    log_retention_s: float = 30 * 86_400.0
+    max_body_bytes: int = 64 * 2**20
+    summary_timeout_s: float = 30.0
+    sweep_every_s: float = 15.0
+    draft_every_s: float = 0.25
+    release_within_s: float = 2.0
+    keys: Mapping[str, Tenant] = field(default_factory=dict)
+    """API key -> tenant. Empty: no key is asked for, and all belongs to one unnamed tenant."""
+    default_tenant: Tenant = field(default_factory=Tenant)
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        for name in ("ttl_s", "log_retention_s", "sweep_every_s", "max_body_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.budget_tokens is not None and self.budget_tokens < 512:
+            raise ConfigError(
+                f"a budget of {self.budget_tokens} tokens is too small to hold a conversation; use 512 or more"
+            )
+
+
+def load_tenants(path: Path) -> dict[str, Tenant]:
+    """API keys from a YAML file:
+
+        tenants:
+          support: {api_key: sk-1, mode: managed, ttl_s: 600, budget_tokens: 8192}
+
+    Raises ConfigError that names the tenant and the field."""
+    try:
+        parsed = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    tenants = parsed.get("tenants") if isinstance(parsed, dict) else None
+    if not isinstance(tenants, dict):
+        raise ConfigError(f"{path} must have a mapping 'tenants' of name to settings")
+    keys: dict[str, Tenant] = {}
+    for name, values in tenants.items():
+        key, tenant = _tenant(str(name), values, path)
+        if key in keys:
+            raise ConfigError(f"{path}: tenants {keys[key].name!r} and {name!r} have the same api_key")
+        keys[key] = tenant
+    return keys
+
+
+def _tenant(name: str, values: Any, path: Path) -> tuple[str, Tenant]:
+    if not isinstance(values, dict) or not isinstance(values.get("api_key"), str):
+        raise ConfigError(f"{path}: tenant {name!r} needs an api_key")
+    unknown = set(values) - {"api_key", "mode", "ttl_s", "budget_tokens"}
+    if unknown:
+        raise ConfigError(f"{path}: tenant {name!r} has unknown settings: {', '.join(sorted(unknown))}")
+    mode = values.get("mode", "managed")
+    if mode not in MODES:
+        raise ConfigError(f"{path}: tenant {name!r}: mode must be one of {', '.join(MODES)}")
+    return values["api_key"], Tenant(name, mode, values.get("ttl_s"), values.get("budget_tokens"))

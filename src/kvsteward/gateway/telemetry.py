@@ -1,0 +1,59 @@
+"""Counters and histograms of one gateway, in a registry of its own.
+
+Invariant: two gateways in one process never share a metric.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+SESSION_BUCKETS = tuple(float(1024 * 2**i) for i in range(11))
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Telemetry:
+    """The gateway's own figures. Mutable."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self.session_tokens = Histogram(
+            "kvsteward:session_tokens",
+            "Tokens resident for a session after a turn",
+            buckets=SESSION_BUCKETS,
+            registry=r,
+        )
+        self.turns = Counter("kvsteward:turns", "Turns by how they ended", ["outcome"], registry=r)
+        self.prompt_tokens = Counter("kvsteward:prompt_tokens", "Prompt tokens of all turns", registry=r)
+        self.cached_tokens = Counter("kvsteward:cached_tokens", "Prompt tokens found in the prefix cache", registry=r)
+        self.output_tokens = Counter("kvsteward:output_tokens", "Tokens answered", registry=r)
+        self.saved_tokens = Counter(
+            "kvsteward:saved_tokens", "Prompt tokens that were in the log but not sent", registry=r
+        )
+        self.compactions = Counter("kvsteward:compactions", "Compactions", registry=r)
+        self.reductions = Counter("kvsteward:reductions", "Messages reduced on entry", registry=r)
+        self.exact_counts = Counter("kvsteward:exact_counts", "Prompts that the engine was asked to count", registry=r)
+        self.ttft = Histogram("kvsteward:ttft_seconds", "Time to the first token", buckets=_SECONDS, registry=r)
+        self.queue_time = Histogram(
+            "kvsteward:queue_seconds", "Time waited for KV budget", buckets=_SECONDS, registry=r
+        )
+        self.prepare_time = Histogram(
+            "kvsteward:prepare_seconds", "Time to resolve the session and build the view", buckets=_SECONDS, registry=r
+        )
+        self.unreleased = Counter(
+            "kvsteward:unreleased_requests",
+            "Requests that the engine went on with after their client had left",
+            registry=r,
+        )
+        self.running = Gauge("kvsteward:turns_running", "Turns that the engine works on", registry=r)
+        self.waiting = Gauge("kvsteward:turns_waiting", "Turns that wait for KV budget", registry=r)
+        self.sessions = Gauge("kvsteward:sessions", "Sessions by state", ["state"], registry=r)
+        self.resident_tokens = Gauge(
+            "kvsteward:resident_tokens", "Tokens in the KV pool by the session ledger", registry=r
+        )
+        self.capacity_tokens = Gauge(
+            "kvsteward:kv_capacity_tokens", "Tokens that the engine's KV pool holds", registry=r
+        )
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,461 @@
+"""One turn, from the request's bytes to the answer in the log. Read `managed` from top to bottom.
+
+The life of a turn is a table; an illegal step raises StateError:
+
+    received -> prepared -> waiting -> streaming -> done
+                                    (any of them) -> failed | abandoned
+
+"failed": an error was sent to the client. "abandoned": the client left; the engine was told by a closed socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Generator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from kvsteward.context.layout import Item
+from kvsteward.context.marks import Marks
+from kvsteward.context.pipeline import Count, Prepared, Question, Summarise, prepare
+from kvsteward.engines.base import EngineReply, EngineRequest
+from kvsteward.errors import ContextOverflowError, EngineError, KVStewardError, StateError, UnsupportedError
+from kvsteward.gateway.desk import Resolved, public_id, tools_key
+from kvsteward.gateway.relay import EVENTS, JSON, ClientGone, Exchange
+from kvsteward.gateway.settings import Tenant
+from kvsteward.policy.admission import Demand
+from kvsteward.wire.answer import AnswerReader, is_usage_only
+from kvsteward.wire.chat import ChatRequest, encode, has_images, parse_chat
+from kvsteward.wire.errors import engine_error
+from kvsteward.wire.fingerprint import link
+from kvsteward.wire.identity import identify
+from kvsteward.wire.sse import DONE, EventSplitter, data_of
+from kvsteward.wire.usage import Usage, parse_usage
+
+if TYPE_CHECKING:
+    from kvsteward.gateway.app import Steward
+
+PATH = "/v1/chat/completions"
+_MAX_ERROR_BYTES = 1 * 2**20
+
+LIFE: Mapping[str, frozenset[str]] = {
+    "received": frozenset({"prepared", "failed", "abandoned"}),
+    "prepared": frozenset({"waiting", "failed", "abandoned"}),
+    "waiting": frozenset({"streaming", "prepared", "failed", "abandoned"}),
+    "streaming": frozenset({"done", "failed", "abandoned"}),
+    "done": frozenset({"abandoned", "failed"}),
+    "failed": frozenset(),
+    "abandoned": frozenset(),
+}
+
+
+@dataclass(slots=True)
+class Turn:
+    """One turn on its way. Mutable; `step` is the only way to change its state."""
+
+    id: str
+    request: ChatRequest
+    tenant: Tenant
+    started_s: float
+    state: str = "received"
+    open_in: str | None = None
+    """The session that counts this turn as active, until its answer is logged or it fails."""
+    first_token_s: float | None = None
+
+    def step(self, state: str) -> None:
+        if state not in LIFE[self.state]:
+            raise StateError(f"a turn cannot go from {self.state} to {state}")
+        self.state = state
+
+
+async def chat(steward: Steward, exchange: Exchange, turn_id: str, tenant: Tenant) -> None:
+    """`POST /v1/chat/completions`."""
+    raw = await exchange.body(steward.settings.max_body_bytes)
+    turn = Turn(turn_id, parse_chat(raw), tenant, steward.now())
+    async with ended(steward, turn, exchange):
+        if mode_of(steward, exchange, tenant) == "passthrough":
+            await passthrough(steward, exchange, turn)
+        else:
+            await managed(steward, exchange, turn)
+
+
+@asynccontextmanager
+async def ended(steward: Steward, turn: Turn, exchange: Exchange) -> AsyncIterator[None]:
+    """Whatever happens to a turn, it ends in one of the three last states and is counted."""
+    try:
+        async with exchange.until_gone():
+            steward.check_model(turn.request)
+            yield
+    except ClientGone:
+        turn.step("abandoned")
+        steward.watch_release(turn.id)
+    except BaseException:
+        turn.step("failed")
+        raise
+    finally:
+        steward.telemetry.turns.labels(turn.state).inc()
+
+
+def mode_of(steward: Steward, exchange: Exchange, tenant: Tenant) -> str:
+    """Per request, else per tenant, else per deployment."""
+    asked = exchange.headers.get("x-kvsteward-mode", "").lower()
+    if asked not in {"", "managed", "passthrough"}:
+        raise UnsupportedError(
+            f"X-KVSteward-Mode must be 'managed' or 'passthrough', not '{asked}'", param="X-KVSteward-Mode"
+        )
+    return asked or ("passthrough" if "passthrough" in (steward.settings.mode, tenant.mode) else "managed")
+
+
+def check_modalities(steward: Steward, request: ChatRequest) -> None:
+    """Raises UnsupportedError for an image that the model cannot see."""
+    if "image" not in steward.engine.info.modalities and has_images(request.messages):
+        raise UnsupportedError("this model reads text only; the request has an image", param="messages")
+
+
+async def managed(steward: Steward, exchange: Exchange, turn: Turn) -> None:
+    """A turn inside its session's budget."""
+    check_modalities(steward, turn.request)
+    identity = identify(exchange.headers, turn.request.body)
+    resolved = await steward.desk.resolve(turn.request, identity, turn.tenant)
+    await run(steward, exchange, turn, resolved)
+
+
+async def run(steward: Steward, exchange: Exchange, turn: Turn, resolved: Resolved) -> None:
+    """A turn whose session is known. An engine that finds the prompt too long after all gets one that is condensed."""
+    session_id = resolved.session.id
+    for force in (False, True):
+        async with steward.desk.lock(session_id):
+            prepared = await prepared_turn(steward, turn, resolved, force=force)
+        turn.step("prepared")
+        try:
+            await answered(steward, exchange, turn, resolved, prepared)
+            return
+        except ContextOverflowError:
+            if force or exchange.started or prepared.epoch is not None:
+                raise
+        finally:
+            if turn.open_in is not None:
+                turn.open_in = None
+                await asyncio.shield(steward.desk.turn_failed(session_id))
+
+
+async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, force: bool = False) -> Prepared:
+    """The view of this turn, with everything that the client said in the log."""
+    desk, tools = steward.desk, turn.request.tools
+    started = steward.now()
+    try:
+        prepared = await ask(
+            steward,
+            turn,
+            resolved,
+            prepare(
+                resolved.view,
+                resolved.arrivals,
+                tools=tools,
+                known_for=tools_key(tools) + turn.request.model,
+                marks=marks_of(steward, turn),
+                policy=steward.settings.policy,
+                estimator=desk.estimator,
+                force=force,
+            ),
+        )
+    except BaseException:
+        await asyncio.shield(desk.log_arrivals(resolved, None, tools))
+        raise
+    await desk.log_arrivals(resolved, prepared, tools)
+    turn.open_in = resolved.session.id
+    steward.count_prepared(prepared, steward.now() - started)
+    return prepared
+
+
+def marks_of(steward: Steward, turn: Turn) -> Marks:
+    budget = steward.budget_tokens(turn.tenant)
+    return steward.settings.policy.marks(budget, turn.request.max_output_tokens)
+
+
+async def ask(
+    steward: Steward, turn: Turn, resolved: Resolved, questions: Generator[Question, Any, Prepared]
+) -> Prepared:
+    """Drives the pipeline: what it asks, the engine answers."""
+    answer: Any = None
+    while True:
+        try:
+            question = questions.send(answer)
+        except StopIteration as stop:
+            prepared: Prepared = stop.value
+            return prepared
+        if isinstance(question, Count):
+            steward.telemetry.exact_counts.inc()
+            answer = await count(steward, turn.request, question)
+        else:
+            answer = await summary(steward, turn, resolved, question)
+
+
+async def count(steward: Steward, request: ChatRequest, question: Count) -> int | None:
+    """The engine's own count, or None if it cannot count or cannot be asked now: then the estimate must do."""
+    try:
+        return await steward.engine.count_prompt_tokens({**request.body, "messages": list(question.messages)})
+    except EngineError:
+        return None
+
+
+async def summary(steward: Steward, turn: Turn, resolved: Resolved, question: Summarise) -> str | None:
+    """The engine's rolling summary. None if it fails or takes too long: the pipeline then extracts one itself."""
+    base = ChatRequest(_summary_body(turn.request), (), turn.request.model, True, True)
+    body = encode(base, messages=question.messages, stream=True, max_tokens=question.max_tokens)
+    session_id = resolved.session.id
+    demand = Demand(resolved.view.known_tokens + 64, question.max_tokens, returning=True)
+    reader, splitter = AnswerReader(), EventSplitter()
+    try:
+        async with (
+            asyncio.timeout(steward.settings.summary_timeout_s),
+            steward.gate.admitted(demand),
+            steward.engine.open(EngineRequest(PATH, body, f"{turn.id}-summary", session_id)) as reply,
+        ):
+            if reply.status != 200:
+                return None
+            async for chunk in reply.chunks():
+                for event in splitter.feed(chunk):
+                    reader.feed(event)
+    except (KVStewardError, TimeoutError):
+        return None
+    message = reader.message()
+    text = message.get("content") if message and not message.get("tool_calls") else None
+    return text if isinstance(text, str) else None
+
+
+def _summary_body(request: ChatRequest) -> dict[str, Any]:
+    """The request's own fields, so that the engine finds the same prefix; without those that shape an answer."""
+    shaping = {
+        "messages",
+        "n",
+        "stop",
+        "response_format",
+        "logprobs",
+        "top_logprobs",
+        "max_tokens",
+        "max_completion_tokens",
+    }
+    shaping |= {"guided_json", "guided_regex", "grammar", "json_schema", "stream_options", "parallel_tool_calls"}
+    return {**{k: v for k, v in request.body.items() if k not in shaping}, "temperature": 0}
+
+
+async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: Resolved, prepared: Prepared) -> None:
+    """Waits for room in the KV budget, then lets the engine answer."""
+    request, session_id = turn.request, resolved.session.id
+    stream = request.stream or steward.engine.info.streams_only
+    room = prepared.marks.budget - prepared.tokens
+    output = min(request.max_output_tokens or room, room)
+    cap = output if steward.must_cap_output(request, prepared) else None
+    body = encode(request, messages=prepared.view.render(), stream=stream, max_tokens=cap)
+    demand = Demand(prepared.tokens, max(1, output), returning=steward.residency.of(session_id) > 0)
+    exchange.reply_headers |= {
+        "x-kvsteward-session": public_id(resolved.session),
+        "x-kvsteward-tokens-in-view": str(prepared.tokens),
+        "x-kvsteward-tokens-saved": str(max(0, log_tokens(resolved, prepared) - prepared.tokens)),
+    }
+    turn.step("waiting")
+    async with steward.gate.admitted(demand) as waited_s:
+        steward.telemetry.queue_time.observe(waited_s)
+        engine_request = EngineRequest(PATH, body, turn.id, session_id, engine_headers(exchange))
+        async with steward.engine.open(engine_request) as reply:
+            if reply.status != 200:
+                raise engine_error(reply.status, await read_all(reply, _MAX_ERROR_BYTES))
+            turn.step("streaming")
+            log = AnswerLog(steward, turn, resolved, prepared)
+            if stream:
+                await streamed(steward, exchange, turn, reply, log)
+            else:
+                await whole(steward, exchange, turn, reply, log)
+    turn.step("done")
+
+
+def log_tokens(resolved: Resolved, prepared: Prepared) -> int:
+    """Length of the whole history, as it was received."""
+    arrived = {a.hash for a in resolved.arrivals}
+    return resolved.log_tokens + sum(i.log_tokens for i in prepared.view.items if i.hash in arrived)
+
+
+def engine_headers(exchange: Exchange) -> dict[str, str]:
+    """What of the client's headers an engine may need: tracing and its own routing, never the client's key."""
+    keep = ("traceparent", "tracestate", "x-data-parallel-rank")
+    return {name: exchange.headers[name] for name in keep if name in exchange.headers}
+
+
+class AnswerLog:
+    """Writes an answer into the log: drafts while it comes, the whole when it ends. Mutable, one for each turn."""
+
+    def __init__(self, steward: Steward, turn: Turn, resolved: Resolved, prepared: Prepared) -> None:
+        self._steward, self._turn, self._resolved, self._prepared = steward, turn, resolved, prepared
+        self._drafted_s = steward.now()
+        self._writing: asyncio.Task[None] | None = None
+
+    def maybe_draft(self, reader: AnswerReader, now: float) -> None:
+        """Keeps what was said so far, so that a crash loses less than a second of it."""
+        if now - self._drafted_s < self._steward.settings.draft_every_s or (self._writing and not self._writing.done()):
+            return
+        self._drafted_s = now
+        message = reader.message()
+        if message is not None:
+            self._writing = asyncio.create_task(self._draft(orjson.dumps(message)))
+
+    async def _draft(self, text: bytes) -> None:
+        desk, session = self._steward.desk, self._resolved.session
+        now = self._steward.wall()
+        await desk.call(desk.store.draft, session.id, self._turn.id, self._resolved.head, text, now=now)
+
+    async def write(
+        self, message: dict[str, Any] | None, usage: Usage | None, finish: str, response_id: str | None
+    ) -> None:
+        """Ends the turn in the log. Without a word from the engine there is nothing to log."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+        desk, view, session = self._steward.desk, self._prepared.view, self._resolved.session
+        if message is None:
+            return
+        self._turn.open_in = None
+        estimate = desk.estimator.message(message)
+        tokens = usage.output_tokens if usage and usage.output_tokens else estimate
+        item = Item(link(self._resolved.head, message), view.depth + 1, message, estimate, tokens)
+        view = view.with_items([item])
+        if usage:
+            view = view.counted(usage.resident_tokens, view.known_for)
+        depth = (self._resolved.arrivals[-1].depth if self._resolved.arrivals else view.depth - 1) + 1
+        await desk.log_answer(
+            session.id,
+            self._resolved.head,
+            depth,
+            message,
+            finish=finish,
+            response_id=response_id,
+            tokens=tokens,
+            turn_id=self._turn.id,
+            view=view,
+        )
+        if usage:
+            self._steward.count_answer(self._turn, self._resolved, self._prepared, usage)
+
+
+async def streamed(steward: Steward, exchange: Exchange, turn: Turn, reply: EngineReply, log: AnswerLog) -> None:
+    """The engine streams. The client gets the events as they come, or one whole answer if it asked for that."""
+    reader = AnswerReader()
+    try:
+        async for events in events_of(reply, reader):
+            now = steward.now()
+            if turn.first_token_s is None:
+                turn.first_token_s = now
+                steward.telemetry.ttft.observe(now - turn.started_s)
+            log.maybe_draft(reader, now)
+            if turn.request.stream:
+                if not exchange.started:
+                    await exchange.start(200, EVENTS)
+                shown = events if turn.request.wants_usage else without_usage(events)
+                if shown:
+                    await exchange.write(shown)
+        failed = reader.failed
+        if failed is not None:
+            raise engine_error(500, failed)
+        if not reader.ended:
+            raise EngineError("the engine closed the stream before it had finished")
+    except BaseException as error:
+        finish = "abandoned" if isinstance(error, asyncio.CancelledError) else "error"
+        await asyncio.shield(log.write(reader.message(), reader.usage, finish, reader.response_id))
+        raise
+    await asyncio.shield(log.write(reader.message(), reader.usage, reader.finish or "stop", reader.response_id))
+    if turn.request.stream:
+        if not exchange.started:
+            await exchange.start(200, EVENTS)
+        await exchange.end(DONE)
+    else:
+        await exchange.reply_completion(reader.completion())
+
+
+async def events_of(reply: EngineReply, reader: AnswerReader) -> AsyncIterator[bytes]:
+    """The engine's whole events, as they came, without the closing frame: the answer is written to the log before the client
+    is told that it is complete."""
+    splitter = EventSplitter()
+    async for chunk in reply.chunks():
+        events = splitter.feed(chunk)
+        if not events:
+            continue
+        for event in events:
+            reader.feed(event)
+        if data_of(events[-1]) == b"[DONE]":
+            events.pop()
+        if events:
+            yield b"".join(events)
+
+
+def without_usage(events: bytes) -> bytes:
+    """Takes out the usage chunk that the client did not ask for."""
+    if b'"choices":[]' not in events and b'"choices": []' not in events:
+        return events
+    return b"".join(event for event in EventSplitter().feed(events) if not is_usage_only(event))
+
+
+async def whole(steward: Steward, exchange: Exchange, turn: Turn, reply: EngineReply, log: AnswerLog) -> None:
+    """The engine answers at once, and so do we, with its own bytes."""
+    try:
+        raw = await read_all(reply, 256 * 2**20)
+        answer = orjson.loads(raw)
+        choice = answer["choices"][0]
+    except (orjson.JSONDecodeError, LookupError, TypeError) as error:
+        raise EngineError(f"the engine's answer is not a chat completion: {error!r}") from error
+    usage = parse_usage(answer)
+    await asyncio.shield(
+        log.write(choice.get("message"), usage, choice.get("finish_reason") or "stop", answer.get("id"))
+    )
+    await exchange.reply_completion(answer, raw)
+
+
+async def read_all(reply: EngineReply, limit_bytes: int) -> bytes:
+    """The rest of a reply's body, cut at a bound."""
+    parts: list[bytes] = []
+    size = 0
+    async for chunk in reply.chunks():
+        parts.append(chunk)
+        size += len(chunk)
+        if size > limit_bytes:
+            break
+    return b"".join(parts)
+
+
+async def passthrough(steward: Steward, exchange: Exchange, turn: Turn) -> None:
+    """The request as it is. Nothing is logged; a client that leaves still stops the engine."""
+    request = turn.request
+    stream = request.stream or steward.engine.info.streams_only
+    body = orjson.dumps(request.body) if request.stream == stream else encode(request, stream=True)
+    turn.step("prepared")
+    turn.step("waiting")
+    async with steward.engine.open(EngineRequest(PATH, body, turn.id, None, engine_headers(exchange))) as reply:
+        turn.step("streaming")
+        content_type = reply.headers.get("content-type", "application/json").encode("latin-1")
+        if reply.status != 200:
+            await exchange.reply(reply.status, await read_all(reply, _MAX_ERROR_BYTES), content_type)
+        elif stream and not request.stream:
+            await exchange.reply_completion((await collected(reply)).completion())
+        elif stream:
+            await exchange.start(200, EVENTS)
+            async for chunk in reply.chunks():
+                await exchange.write(chunk)
+            await exchange.end()
+        else:
+            await exchange.reply(200, await read_all(reply, 256 * 2**20), JSON)
+    turn.step("done")
+
+
+async def collected(reply: EngineReply) -> AnswerReader:
+    """A streamed answer, read to its end."""
+    reader, splitter = AnswerReader(), EventSplitter()
+    async for chunk in reply.chunks():
+        for event in splitter.feed(chunk):
+            reader.feed(event)
+    failed = reader.failed
+    if failed is not None:
+        raise engine_error(500, failed)
+    if not reader.ended:
+        raise EngineError("the engine closed the stream before it had finished")
+    return reader
