@@ -1,0 +1,119 @@
+"""Any server that speaks the OpenAI API, known by its URL; the base of the other URL adapters.
+
+It knows no dialect beyond `/v1/models`: no metrics, no token counts. Invariant: what the engine does not say is None,
+never a guess; what the user says overrides what the engine says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Any, ClassVar
+
+from kvsteward.engines.base import Engine, EngineInfo, EngineLoad, EngineReply, EngineRequest
+from kvsteward.engines.http import HttpClient, HttpOptions
+from kvsteward.errors import EngineUnavailableError
+
+_CONTEXT_KEYS = ("max_model_len", "context_length", "context_window", "max_context_length", "max_input_tokens")
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """What the user says about an engine. A value here wins over what the engine reports."""
+
+    context_limit_tokens: int | None = None
+    kv_capacity_tokens: int | None = None
+    max_running: int | None = None
+    block_tokens: int | None = None
+
+    def applied(self, info: EngineInfo) -> EngineInfo:
+        """`info` with every value that the user gave."""
+        names = ("context_limit_tokens", "kv_capacity_tokens", "max_running", "block_tokens")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return replace(info, **given)
+
+
+class OpenAIEngine(Engine):
+    """An OpenAI-compatible URL. Subclasses override the hooks `_discover`, `_stamp`, `load` and the counts."""
+
+    dialect: ClassVar[str] = "openai"
+    health_path: ClassVar[str] = "/v1/models"
+
+    def __init__(self, options: HttpOptions, overrides: Overrides | None = None) -> None:
+        url = options.url.rstrip("/").removesuffix("/v1")
+        self._client = HttpClient(replace(options, url=url))
+        self._overrides = overrides or Overrides()
+        self.info = EngineInfo(dialect=self.dialect, models=())
+
+    async def start(self) -> EngineInfo:
+        """Reads what the engine is. Raises EngineUnavailableError if it cannot be reached or is still loading."""
+        self._client.open()
+        self.info = self._overrides.applied(await self._discover())
+        return self.info
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad()
+
+    async def count_prompt_tokens(self, body: Mapping[str, Any]) -> int | None:
+        return None
+
+    def open(self, request: EngineRequest) -> AbstractAsyncContextManager[EngineReply]:
+        return self._client.stream(request.path, request.body, self._stamp(request))
+
+    async def confirm_released(self, request_id: str, *, within_s: float) -> bool:
+        return False
+
+    async def release_session(self, session_id: str) -> bool:
+        return False
+
+    async def check(self) -> None:
+        status, _ = await self._client.ask("GET", self.health_path)
+        if status != 200:
+            raise EngineUnavailableError(f"the engine at {self._client.url} answers {self.health_path} with {status}")
+
+    async def _discover(self) -> EngineInfo:
+        cards = await self._model_cards()
+        limits = [limit for card in cards if (limit := context_of_card(card)) is not None]
+        return EngineInfo(
+            dialect=self.dialect,
+            models=tuple(str(card["id"]) for card in cards),
+            context_limit_tokens=min(limits) if limits else None,
+        )
+
+    def _stamp(self, request: EngineRequest) -> Mapping[str, str]:
+        """The headers of one request, with the ids that this engine understands."""
+        return request.headers
+
+    async def _model_cards(self) -> list[dict[str, Any]]:
+        status, body = await self._client.get_json("/v1/models")
+        cards = body.get("data") if isinstance(body, dict) else None
+        if status != 200 or not isinstance(cards, list):
+            raise EngineUnavailableError(f"the engine at {self._client.url} answers /v1/models with {status}")
+        return [card for card in cards if isinstance(card, dict) and "id" in card]
+
+
+def context_of_card(card: Mapping[str, Any]) -> int | None:
+    """The context limit in tokens that a model card of `/v1/models` states, under any of the names in use."""
+    meta = card.get("meta")
+    places = [card.get(key) for key in _CONTEXT_KEYS]
+    if isinstance(meta, dict):
+        places += [meta.get("n_ctx"), meta.get("n_ctx_train")]
+    return next((value for value in places if isinstance(value, int) and value > 0), None)
+
+
+async def poll_until(question: Callable[[], Any], within_s: float) -> bool:
+    """Asks until the awaited answer is true or the time is over. The last question may end a little later."""
+    deadline = monotonic() + within_s
+    while True:
+        if await question():
+            return True
+        if monotonic() + _POLL_S > deadline:
+            return False
+        await asyncio.sleep(_POLL_S)
