@@ -68,8 +68,9 @@ def compact(
     total = after.estimate_tokens(tools_tokens)
     if total > marks.hard:
         raise ContextOverflowError(
-            f"the conversation does not fit: {fixed} tokens of system prompt and tools, {kept_tokens} in the newest messages "
-            f"and {epoch.block_tokens} condensed are over the {marks.hard} that the budget of {marks.budget} leaves for a prompt"
+            f"the conversation does not fit: {fixed} tokens of system prompt and tools, {kept_tokens} in the newest "
+            f"messages and {epoch.block_tokens} condensed are over the {marks.hard} that the budget of {marks.budget} "
+            f"leaves for a prompt"
         )
     return after
 

@@ -3,10 +3,10 @@
     0 ........ low ............... high ...... hard ........ budget
               after a compaction   compact    | room for the answer
 
-`hard` leaves room for the answer, so that prompt + answer stay inside the budget. At `high` the history is compacted, in one
-big step down to `low`. The further apart the marks, the rarer the steps, and the more of the prompt is found in the engine's prefix cache:
-with g new tokens a turn, an epoch has (high - low) / g turns with (high^2 - low^2) / 2g prompt tokens, of which about
-`high` are prefilled, so the share that is not cached is 2g x high / (high^2 - low^2).
+`hard` leaves room for the answer, so that prompt + answer stay inside the budget. At `high` the history is compacted,
+in one big step down to `low`. The further apart the marks, the rarer the steps, and the more of the prompt is found in
+the engine's prefix cache: with g new tokens a turn, an epoch has (high - low) / g turns and (high^2 - low^2) / 2g prompt
+tokens, of which about `high` are prefilled. So the share that is not cached is 2g x high / (high^2 - low^2).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Policy:
     keep_rounds: int = 3
     """Rounds (an assistant message and all up to the next) kept verbatim at a compaction."""
     tool_limit_tokens: int | None = None
-    """A tool result over this is reduced on entry. Default: a sixteenth of the budget, 160 at the least, 4,096 at the most."""
+    """A tool result over this is reduced on entry. Default: a sixteenth of the budget, 160 at the least, 4,096 at the
+    most."""
     summary: str = "engine"
     """"engine" asks the model at a compaction; "extractive" never does."""
     answer_tokens: int = 512
@@ -36,7 +37,8 @@ class Policy:
     def __post_init__(self) -> None:
         if not 0 < self.low_water_ratio < self.high_water_ratio <= 1:
             raise ConfigError(
-                f"low-water {self.low_water_ratio} and high-water {self.high_water_ratio} must satisfy 0 < low < high <= 1"
+                "the marks must satisfy 0 < low < high <= 1, not "
+                f"low {self.low_water_ratio} and high {self.high_water_ratio}"
             )
         if self.summary not in {"engine", "extractive"}:
             raise ConfigError(f"summary must be 'engine' or 'extractive', not {self.summary!r}")

@@ -76,7 +76,8 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The view of this turn. `tokens` is its length, the engine's count if `exact`. `epoch` is set if this turn compacted."""
+    """The view of this turn. `tokens` is its length, the engine's count if `exact`. `epoch` is set if this turn
+    compacted."""
 
     view: View
     tokens: int

@@ -245,7 +245,7 @@ class Gateway:
             if error.status >= 500 and not isinstance(error, OverloadedError):
                 log.warning("%s: %s", request_id, error.message)
             await exchange.fail(error, request_id)
-        except Exception as error:  # noqa: BLE001 - the last line: a fault of ours must not become a bare 500
+        except Exception as error:  # the last line: a fault of ours must not become a bare 500
             log.exception("%s: fault in kvsteward", request_id)
             await exchange.fail(KVStewardError(f"internal error ({type(error).__name__})"), request_id)
 

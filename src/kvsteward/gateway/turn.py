@@ -374,8 +374,8 @@ async def streamed(steward: Steward, exchange: Exchange, turn: Turn, reply: Engi
 
 
 async def events_of(reply: EngineReply, reader: AnswerReader) -> AsyncIterator[bytes]:
-    """The engine's whole events, as they came, without the closing frame: the answer is written to the log before the client
-    is told that it is complete."""
+    """The engine's whole events, as they came, without the closing frame: the answer is written to the log before the
+    client is told that it is complete."""
     splitter = EventSplitter()
     async for chunk in reply.chunks():
         events = splitter.feed(chunk)

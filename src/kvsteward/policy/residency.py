@@ -1,8 +1,9 @@
 """Who has how much in the KV pool: a ledger of sessions, kept from what the engine reported for each turn.
 
-Engines say how full the pool is, not whose tokens fill it; idle prefixes even look free. So the ledger keeps, for each session,
-the prompt + answer of its last turn, and forgets the longest unused ones when the pool's capacity is passed, as the engines' own LRU does.
-It is a model of the engine's cache, corrected by each turn's `cached_tokens`.
+Engines say how full the pool is, not whose tokens fill it; idle prefixes even look free. So the ledger keeps, for each
+session, the prompt + answer of its last turn, and forgets the longest unused ones when the pool's capacity is passed,
+as the
+engines' own LRU does. It is a model of the engine's cache, corrected by each turn's `cached_tokens`.
 
 Mutable, no clock: order of use is order of calls. Invariant: the sum of all entries never passes the capacity, except
 for one session that is larger alone.
