@@ -1,0 +1,44 @@
+"""The log of each session, never lossy, and the stores that keep it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvsteward.errors import ConfigError
+from kvsteward.sessions.base import Decision, Entry, Fault, Found, Session, SessionStore, Source, State
+from kvsteward.sessions.lifecycle import Event, allows, step
+from kvsteward.sessions.memory import MemoryStore
+from kvsteward.sessions.sqlite import SqliteStore
+
+__all__ = [
+    "Decision",
+    "Entry",
+    "Event",
+    "Fault",
+    "Found",
+    "MemoryStore",
+    "Session",
+    "SessionStore",
+    "Source",
+    "SqliteStore",
+    "State",
+    "allows",
+    "open_store",
+    "step",
+]
+
+
+def open_store(url: str) -> SessionStore:
+    """The store at `url`: "memory:", "sqlite:///relative/path", "sqlite:////absolute/path", or a plain path.
+
+    Raises ConfigError for another scheme, StoreError if the file cannot be used.
+    """
+    scheme, colon, rest = url.partition(":")
+    if url == "memory:":
+        return MemoryStore()
+    if scheme == "sqlite" and rest.startswith("///") and len(rest) > 3:
+        return SqliteStore(Path(rest[3:]).expanduser())
+    is_path = not colon or "/" in scheme or len(scheme) == 1  # C:\...
+    if is_path and url:
+        return SqliteStore(Path(url).expanduser())
+    raise ConfigError(f"no store is known for {url!r}; there are memory:, sqlite:///path, or a plain path")

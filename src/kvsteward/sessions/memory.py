@@ -1,0 +1,256 @@
+"""The session store in memory: for tests, trials and deployments that keep no log over a restart.
+
+Knows no file. Invariant: it behaves as the SQLite store does (one contract test runs on both); every check is made
+before the first change, so a call that raises has changed nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from kvsteward.errors import CorruptLogError, NotFoundError, StateError
+from kvsteward.sessions import chain
+from kvsteward.sessions.base import Decision, Entry, Fault, Found, Session, SessionStore
+from kvsteward.sessions.integrity import Stored, faults
+from kvsteward.sessions.lifecycle import allows, step
+from kvsteward.sessions.needles import hash_prefix, needles
+from kvsteward.wire.fingerprint import body_hash
+
+
+@dataclass(slots=True)
+class _Log:
+    session: Session
+    entries: dict[str, Entry] = field(default_factory=dict)
+    bodies: dict[str, str] = field(default_factory=dict)
+    decisions: list[tuple[Decision, str]] = field(default_factory=list)
+
+    def depth_of(self, hash_: str) -> int | None:
+        entry = self.entries.get(hash_)
+        return None if entry is None else entry.depth
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    parent: str
+    text: bytes
+
+
+class MemoryStore(SessionStore):
+    """Keeps every log in this process. Nothing outlives it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._logs: dict[str, _Log] = {}
+        self._holders: dict[str, set[str]] = {}  # entry hash -> session ids
+        self._answers: dict[tuple[str, str], set[tuple[str, str]]] = {}  # (tenant, response id) -> (session id, hash)
+        self._drafts: dict[tuple[str, str], _Draft] = {}  # (session id, turn id), oldest turn first
+
+    def create(self, session: Session) -> None:
+        with self._lock:
+            self._check_new(session)
+            chain.check_head(session, lambda _: None)
+            self._logs[session.id] = _Log(session)
+
+    def get(self, session_id: str) -> Session | None:
+        with self._lock:
+            log = self._logs.get(session_id)
+            return None if log is None else log.session
+
+    def put(self, session: Session) -> None:
+        with self._lock:
+            log = self._log(session.id)
+            chain.check_head(session, log.depth_of)
+            log.session = session
+
+    def list(self, *, tenant: str | None = None, limit: int = 100, offset: int = 0) -> Sequence[Session]:
+        with self._lock:
+            sessions = [log.session for log in self._logs.values() if tenant is None or log.session.tenant == tenant]
+        sessions.sort(key=lambda session: (-session.last_used_s, session.id))
+        start = max(offset, 0)
+        return sessions[start : start + max(limit, 0)]
+
+    def find(self, hashes: Sequence[str]) -> Sequence[Found]:
+        with self._lock:
+            found: list[Found] = []
+            for hash_ in dict.fromkeys(hashes):
+                here = [self._found(session_id, hash_) for session_id in self._holders.get(hash_, ())]
+                found += sorted(here, key=lambda one: (-one.last_used_s, one.session_id))
+            return found
+
+    def find_response(self, tenant: str, response_id: str) -> Found | None:
+        with self._lock:
+            found = [self._found(*where) for where in self._answers.get((tenant, response_id), ())]
+        return min(found, key=lambda one: (-one.last_used_s, one.session_id, one.hash), default=None)
+
+    def append(
+        self,
+        session: Session,
+        entries: Sequence[Entry],
+        decisions: Sequence[Decision] = (),
+        *,
+        end_draft: str | None = None,
+    ) -> None:
+        with self._lock:
+            log = self._log(session.id)
+            chain.check_append(session, entries, decisions, log.depth_of)
+            log.session = session
+            self._add(log, entries, decisions)
+            if end_draft is not None:
+                self._drafts.pop((session.id, end_draft), None)
+
+    def path(self, session_id: str, head: str | None = None) -> Sequence[Entry]:
+        with self._lock:
+            log = self._log(session_id)
+            return self._walk(log, log.session.head if head is None else head)
+
+    def decisions(self, session_id: str) -> Sequence[Decision]:
+        with self._lock:
+            return [decision for decision, _ in self._log(session_id).decisions]
+
+    def item(self, session_id: str, prefix: str) -> Entry | None:
+        prefix = hash_prefix(prefix)
+        with self._lock:
+            entries = self._log(session_id).entries
+            matches = [hash_ for hash_ in entries if hash_.startswith(prefix)]
+            if len(matches) > 1:
+                raise NotFoundError(f"two items start with {prefix}", hint="Give more digits.")
+            return entries[matches[0]] if matches else None
+
+    def search(self, session_id: str, needle: str, *, limit: int = 20) -> Sequence[Entry]:
+        forms = needles(needle)
+        with self._lock:
+            newest = list(reversed(self._log(session_id).entries.values()))
+        newest.sort(key=lambda entry: -entry.created_s)
+        return [entry for entry in newest if any(form in entry.raw for form in forms)][: max(limit, 0)]
+
+    def branch(self, session: Session, source_id: str, head: str) -> None:
+        with self._lock:
+            source = self._log(source_id)
+            self._check_new(session)
+            chain.check_tenant(session, source.session)
+            entries = self._walk(source, head)
+            on_path = {entry.hash for entry in entries}
+            log = self._logs[session.id] = _Log(replace(session, head=head))
+            self._add(log, entries, [decision for decision, _ in source.decisions if decision.at in on_path])
+
+    def draft(self, session_id: str, turn_id: str, parent: str, text: bytes, *, now: float) -> None:
+        with self._lock:
+            log = self._log(session_id)
+            chain.depth_below(log.session, parent, log.depth_of)
+            self._drafts[session_id, turn_id] = _Draft(parent, text)
+
+    def recover(self, *, now: float) -> int:
+        with self._lock:
+            drafts = list(reversed(self._drafts.items()))
+            for (session_id, _), draft in drafts:
+                self._keep_draft(self._log(session_id), draft, now)
+            self._drafts.clear()
+            for log in self._logs.values():
+                if allows(log.session.state, "crash"):
+                    log.session = replace(log.session, state=step(log.session.state, "crash"))
+            return len(drafts)
+
+    def delete(self, session_id: str) -> bool:
+        with self._lock:
+            log = self._logs.pop(session_id, None)
+            if log is None:
+                return False
+            for entry in log.entries.values():
+                self._forget(log.session, entry)
+            for key in [key for key in self._drafts if key[0] == session_id]:
+                del self._drafts[key]
+            return True
+
+    def sweep(self, *, now: float, log_retention_s: float) -> Sequence[Session]:
+        with self._lock:
+            over: list[Session] = []
+            for log in tuple(self._logs.values()):
+                session, unused_s = log.session, now - log.session.last_used_s
+                wipe = unused_s > log_retention_s and session.state != "active"
+                if allows(session.state, "expire") and (wipe or unused_s > session.ttl_s):
+                    log.session = replace(session, state=step(session.state, "expire"))
+                    over.append(log.session)
+                if wipe:
+                    self.delete(session.id)
+            return sorted(over, key=lambda session: (session.last_used_s, session.id))
+
+    def verify(self, session_id: str | None = None) -> Sequence[Fault]:
+        with self._lock:
+            logs = list(self._logs.values()) if session_id is None else [self._log(session_id)]
+            return [fault for log in logs for fault in faults(self._stored(log))]
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _log(self, session_id: str) -> _Log:
+        try:
+            return self._logs[session_id]
+        except KeyError:
+            raise NotFoundError(f"no session {session_id!r}") from None
+
+    def _check_new(self, session: Session) -> None:
+        if session.id in self._logs:
+            raise StateError(f"session {session.id!r} exists")
+
+    def _found(self, session_id: str, hash_: str) -> Found:
+        session = self._logs[session_id].session
+        return Found(session_id, hash_, session.head == hash_, session.last_used_s)
+
+    def _add(self, log: _Log, entries: Sequence[Entry], decisions: Sequence[Decision]) -> None:
+        for entry in entries:
+            if entry.hash in log.entries:
+                continue
+            log.entries[entry.hash] = entry
+            log.bodies[entry.hash] = body_hash(entry.raw)
+            self._holders.setdefault(entry.hash, set()).add(log.session.id)
+            if entry.response_id is not None:
+                answer = (log.session.tenant, entry.response_id)
+                self._answers.setdefault(answer, set()).add((log.session.id, entry.hash))
+        log.decisions += [(decision, body_hash(decision.payload)) for decision in decisions]
+
+    def _forget(self, session: Session, entry: Entry) -> None:
+        holders = self._holders[entry.hash]
+        holders.discard(session.id)
+        if not holders:
+            del self._holders[entry.hash]
+        if entry.response_id is None:
+            return
+        answers = self._answers.get((session.tenant, entry.response_id), set())
+        answers.discard((session.id, entry.hash))
+        if not answers:
+            self._answers.pop((session.tenant, entry.response_id), None)
+
+    def _walk(self, log: _Log, head: str) -> list[Entry]:
+        path: list[Entry] = []
+        at = head
+        while not chain.is_start(log.session, at):
+            entry = log.entries.get(at)
+            if entry is None:
+                raise NotFoundError(f"session {log.session.id!r} has no entry {at!r}")
+            if body_hash(entry.raw) != log.bodies[at]:
+                raise CorruptLogError(f"session {log.session.id}: entry {at} does not match its hash")
+            path.append(entry)
+            at = entry.parent
+        path.reverse()
+        return path
+
+    def _keep_draft(self, log: _Log, draft: _Draft, now: float) -> None:
+        depth = chain.depth_below(log.session, draft.parent, log.depth_of)
+        entry = chain.interrupted(draft.parent, depth, draft.text, now=now)
+        self._add(log, [entry], ())
+        if log.session.head == draft.parent:
+            log.session = replace(log.session, head=entry.hash)
+
+    def _stored(self, log: _Log) -> Stored:
+        entries = sorted(log.entries.values(), key=lambda entry: entry.depth)
+        drafts = [(turn, draft.parent) for (owner, turn), draft in self._drafts.items() if owner == log.session.id]
+        return Stored(
+            log.session,
+            [(entry, log.bodies[entry.hash]) for entry in entries],
+            log.decisions,
+            drafts,
+            len(log.entries),
+            len(log.decisions),
+        )
