@@ -269,7 +269,7 @@ class Desk:
 
     def _append(self, session: Session, entries: Sequence[Entry], decisions: Sequence[Decision]) -> None:
         if self.store.get(session.id) is None:
-            self.store.create(session)
+            self.store.create(replace(session, head=root(session.tenant)))
         self.store.append(session, entries, decisions)
 
     async def log_answer(
