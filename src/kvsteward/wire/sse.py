@@ -76,7 +76,7 @@ def _blank_line_end(data: bytes, start: int) -> int:
 
 def data_of(event: bytes) -> bytes | None:
     """The data of an event (its lines joined), or None for a comment or an event without data."""
-    if event.startswith(b"data: ") and event.count(b"\n") == 2:
+    if event.startswith(b"data: ") and event.endswith(b"\n\n") and event.count(b"\n") == 2:
         return event[6:-2]
     lines = []
     for line in event.splitlines():
