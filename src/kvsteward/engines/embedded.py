@@ -300,15 +300,10 @@ class _Child:
 
 def explain_failure(said: str, log: deque[str]) -> EngineError:
     """The error of a failed start: what it means where that is known, and the end of the child's own log."""
-    tail = "\n".join(log)
-    text = f"{said}\n{tail}"
-    for needle, meaning, hint in _HINTS:
-        if needle in text:
-            break
-    else:
-        meaning, hint = said, "Read what llama.cpp printed, above."
-    last = "\n".join(list(log)[-8:])
-    detail = said if not last else f"{said}\n{last}"
+    text = "\n".join([said, *log])
+    known = ((meaning, hint) for needle, meaning, hint in _HINTS if needle in text)
+    meaning, hint = next(known, (said, "Read what llama.cpp printed, above."))
+    detail = "\n".join([said, *list(log)[-8:]])
     return EngineError(f"the embedded engine cannot start: {meaning}\n{detail}", hint=hint)
 
 

@@ -13,7 +13,6 @@ import io
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -110,29 +109,6 @@ class HttpReply(EngineReply):
             self._response.close()
 
 
-class OpenReply:
-    """The context of one request. A class and not a generator: it is entered once per turn, on the hot path."""
-
-    __slots__ = ("_body", "_client", "_headers", "_path", "_reply")
-
-    def __init__(self, client: HttpClient, path: str, body: bytes, headers: Mapping[str, str]) -> None:
-        self._client = client
-        self._path = path
-        self._body = body
-        self._headers = headers
-        self._reply: HttpReply | None = None
-
-    async def __aenter__(self) -> HttpReply:
-        self._reply = await self._client.send(self._path, self._body, self._headers)
-        return self._reply
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._reply is not None:
-            self._reply.leave()
-
-
 class HttpClient:
     """One connection pool to one engine. `open` must run inside an event loop; `close` ends everything."""
 
@@ -164,10 +140,6 @@ class HttpClient:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
-
-    def stream(self, path: str, body: bytes, headers: Mapping[str, str]) -> OpenReply:
-        """A POST whose reply is read as it comes."""
-        return OpenReply(self, path, body, headers)
 
     async def send(self, path: str, body: bytes, headers: Mapping[str, str]) -> HttpReply:
         """Sends a POST and waits for the head of the answer. The caller must `leave` the reply."""

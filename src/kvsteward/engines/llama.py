@@ -8,29 +8,19 @@ the others; a client that sends its own `id_slot` wins, since of equal keys the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
-from types import TracebackType
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from kvsteward.engines.base import EngineInfo, EngineLoad, EngineReply, EngineRequest
+from kvsteward.engines.base import EngineInfo, EngineLoad, EngineRequest
 from kvsteward.engines.http import HttpOptions, HttpReply
 from kvsteward.engines.metrics import LLAMA_SERVER, parse_load
-from kvsteward.engines.openai import OpenAIEngine, Overrides, poll_until
+from kvsteward.engines.openai import OpenAIEngine, Overrides, poll_until, with_fields
 from kvsteward.engines.slots import SlotTable
 from kvsteward.errors import EngineError, EngineUnavailableError
 
 _SLOT_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _COUNT_PATH = "/v1/chat/completions/input_tokens"
 _REMEMBERED_REQUESTS = 1024
-
-
-@dataclass(slots=True)
-class _Ticket:
-    """One request of ours: where it runs (None: where the server put it) and whether it is over for us."""
-
-    slot: int | None = None
-    open: bool = False
 
 
 class LlamaServerEngine(OpenAIEngine):
@@ -49,7 +39,7 @@ class LlamaServerEngine(OpenAIEngine):
         super().__init__(replace(options, reuse_streams=False), overrides)  # cpp-httplib closes after a stream
         self._kv_unified = kv_unified
         self._table = SlotTable(0)
-        self._tickets: dict[str, _Ticket] = {}
+        self._slot_of_request: dict[str, int] = {}
         self._unplaced = 0
         self._sees_slots = False
         self._counts_directly = True
@@ -85,9 +75,6 @@ class LlamaServerEngine(OpenAIEngine):
             self._counts_directly = status not in (404, 405, 501)
         return await self._count_by_template(body)
 
-    def open(self, request: EngineRequest) -> AbstractAsyncContextManager[EngineReply]:
-        return _SlotReply(self, request)
-
     async def confirm_released(self, request_id: str, *, within_s: float) -> bool:
         if not self._sees_slots:
             return False
@@ -104,44 +91,35 @@ class LlamaServerEngine(OpenAIEngine):
             self._table.forget(session_id)
         return status == 200
 
-    async def enter(self, request: EngineRequest) -> tuple[_Ticket, HttpReply]:
-        """Places one request on a slot and sends it."""
-        ticket = self._remember(request.request_id)
+    async def enter(self, request: EngineRequest) -> tuple[HttpReply, int | None]:
+        slot = await self._choose_slot(request)
+        self._in_flight += 1
+        self._unplaced += slot is None
         try:
-            body = await self._place(request, ticket)
-            return ticket, await self._client.send(request.path, body, self._stamp(request))
+            body = request.body if slot is None else with_fields(request.body, b'"id_slot":%d' % slot)
+            return await self._client.send(request.path, body, self._stamp(request)), slot
         except BaseException:
-            self.leave(ticket)
+            self.leave(slot)
             raise
 
-    def leave(self, ticket: _Ticket) -> None:
-        """The request is over for us. Idempotent."""
-        if not ticket.open:
-            return
-        ticket.open = False
-        if ticket.slot is None:
+    def leave(self, place: int | None) -> None:
+        self._in_flight -= 1
+        if place is None:
             self._unplaced -= 1
         else:
-            self._table.give_back(ticket.slot)
+            self._table.give_back(place)
 
-    def _remember(self, request_id: str) -> _Ticket:
-        while len(self._tickets) >= _REMEMBERED_REQUESTS:
-            self._tickets.pop(next(iter(self._tickets)))
-        ticket = self._tickets[request_id] = _Ticket()
-        return ticket
-
-    async def _place(self, request: EngineRequest, ticket: _Ticket) -> bytes:
-        slot = None
-        if request.session_id is not None and request.path in _SLOT_PATHS:
-            # Requests without a place sit on slots that we did not choose: only the server knows which.
-            avoid = await self._busy_slots() if self._unplaced else ()
-            slot = None if avoid is None else self._table.take(request.session_id, avoid)
-        ticket.open = True
-        ticket.slot = slot
-        if slot is None:
-            self._unplaced += 1
-            return request.body
-        return with_slot(request.body, slot)
+    async def _choose_slot(self, request: EngineRequest) -> int | None:
+        if request.session_id is None or request.path not in _SLOT_PATHS:
+            return None
+        # Requests without a place sit on slots that we did not choose: only the server knows which.
+        avoid = await self._busy_slots() if self._unplaced else frozenset()
+        slot = None if avoid is None else self._table.take(request.session_id, avoid)
+        if slot is not None:
+            while len(self._slot_of_request) >= _REMEMBERED_REQUESTS:
+                self._slot_of_request.pop(next(iter(self._slot_of_request)))
+            self._slot_of_request[request.request_id] = slot
+        return slot
 
     async def _busy_slots(self) -> frozenset[int] | None:
         slots = await self._slots() if self._sees_slots else None
@@ -153,12 +131,9 @@ class LlamaServerEngine(OpenAIEngine):
         slots = await self._slots()
         if slots is None:
             return False
-        ticket = self._tickets.get(request_id)
-        processing = [slot for slot in slots if slot.get("is_processing")]
-        if ticket is not None and ticket.slot is not None and all(slot["id"] != ticket.slot for slot in processing):
-            return True
-        ours = sum(1 for other in self._tickets.values() if other.open)
-        return len(processing) <= ours
+        processing = [slot["id"] for slot in slots if slot.get("is_processing")]
+        place = self._slot_of_request.get(request_id)
+        return len(processing) <= self._in_flight or (place is not None and place not in processing)
 
     async def _props(self) -> dict[str, Any]:
         status, props = await self._client.get_json("/props")
@@ -180,36 +155,6 @@ class LlamaServerEngine(OpenAIEngine):
         status, answer = await self._client.post_json("/tokenize", question)
         tokens = answer.get("tokens") if status == 200 and isinstance(answer, dict) else None
         return len(tokens) if isinstance(tokens, list) else None
-
-
-class _SlotReply:
-    """The context of one request: its slot is given back when the reply is left, whatever happened."""
-
-    __slots__ = ("_engine", "_reply", "_request", "_ticket")
-
-    def __init__(self, engine: LlamaServerEngine, request: EngineRequest) -> None:
-        self._engine = engine
-        self._request = request
-
-    async def __aenter__(self) -> HttpReply:
-        self._ticket, self._reply = await self._engine.enter(self._request)
-        return self._reply
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._reply.leave()
-        self._engine.leave(self._ticket)
-
-
-def with_slot(body: bytes, slot: int) -> bytes:
-    """The same JSON object with `id_slot` in front. Unchanged if it is not an object."""
-    start = body.find(b"{")
-    if start < 0 or body[:start].strip():
-        return body
-    rest = body[start + 1 :]
-    comma = b"" if rest.lstrip()[:1] == b"}" else b","
-    return b'{"id_slot":%d%s%s' % (slot, comma, rest)
 
 
 def modalities_of(props: Mapping[str, Any]) -> frozenset[str]:

@@ -57,7 +57,7 @@ SGLANG = Dialect(
     running=(("sglang:num_running_reqs",),),
     waiting=(("sglang:num_queue_reqs",),),
     kv_usage_ratio=(("sglang:full_token_usage",), ("sglang:token_usage",)),
-    preemptions_total=(("sglang:num_retracted_requests_total",),),
+    preemptions_total=(("sglang:num_retracted_requests_total",), ("sglang:num_retracted_reqs_total",)),
     prefix_queried_tokens_total=(("sglang:prompt_tokens_total",),),
     prefix_hit_tokens_total=(("sglang:cached_tokens_total",),),
 )

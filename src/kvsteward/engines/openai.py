@@ -7,14 +7,15 @@ never a guess; what the user says overrides what the engine says.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from time import monotonic
+from types import TracebackType
 from typing import Any, ClassVar
 
 from kvsteward.engines.base import Engine, EngineInfo, EngineLoad, EngineReply, EngineRequest
-from kvsteward.engines.http import HttpClient, HttpOptions
+from kvsteward.engines.http import HttpClient, HttpOptions, HttpReply
 from kvsteward.errors import EngineUnavailableError
 
 _CONTEXT_KEYS = ("max_model_len", "context_length", "context_window", "max_context_length", "max_input_tokens")
@@ -47,6 +48,7 @@ class OpenAIEngine(Engine):
         url = options.url.rstrip("/").removesuffix("/v1")
         self._client = HttpClient(replace(options, url=url))
         self._overrides = overrides or Overrides()
+        self._in_flight = 0
         self.info = EngineInfo(dialect=self.dialect, models=())
 
     async def start(self) -> EngineInfo:
@@ -65,7 +67,17 @@ class OpenAIEngine(Engine):
         return None
 
     def open(self, request: EngineRequest) -> AbstractAsyncContextManager[EngineReply]:
-        return self._client.stream(request.path, request.body, self._stamp(request))
+        return _Turn(self, request)
+
+    async def enter(self, request: EngineRequest) -> tuple[HttpReply, int | None]:
+        """Sends one request. Returns its reply, and the place that the adapter gave it, which `leave` gets back."""
+        reply = await self._client.send(request.path, request.body, self._stamp(request))
+        self._in_flight += 1
+        return reply, None
+
+    def leave(self, place: int | None) -> None:
+        """The request is over for us."""
+        self._in_flight -= 1
 
     async def confirm_released(self, request_id: str, *, within_s: float) -> bool:
         return False
@@ -99,6 +111,26 @@ class OpenAIEngine(Engine):
         return [card for card in cards if isinstance(card, dict) and "id" in card]
 
 
+class _Turn:
+    """The context of one request. A class and not a generator: it is on the hot path."""
+
+    __slots__ = ("_engine", "_place", "_reply", "_request")
+
+    def __init__(self, engine: OpenAIEngine, request: EngineRequest) -> None:
+        self._engine = engine
+        self._request = request
+
+    async def __aenter__(self) -> HttpReply:
+        self._reply, self._place = await self._engine.enter(self._request)
+        return self._reply
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reply.leave()
+        self._engine.leave(self._place)
+
+
 def context_of_card(card: Mapping[str, Any]) -> int | None:
     """The context limit in tokens that a model card of `/v1/models` states, under any of the names in use."""
     meta = card.get("meta")
@@ -108,7 +140,21 @@ def context_of_card(card: Mapping[str, Any]) -> int | None:
     return next((value for value in places if isinstance(value, int) and value > 0), None)
 
 
-async def poll_until(question: Callable[[], Any], within_s: float) -> bool:
+def with_fields(body: bytes, fields: bytes) -> bytes:
+    """The same JSON object with `fields` (`b'"name":value'`) in front; unchanged if it is not an object.
+
+    Bytes are spliced, not decoded: every field, number and order of the client stays as it is. If the client sends
+    the same field itself, its own wins, since of equal keys the last one counts.
+    """
+    start = body.find(b"{")
+    if start < 0 or body[:start].strip():
+        return body
+    rest = body[start + 1 :]
+    comma = b"" if rest[:64].lstrip()[:1] == b"}" else b","
+    return b"{%s%s%s" % (fields, comma, rest)
+
+
+async def poll_until(question: Callable[[], Awaitable[bool]], within_s: float) -> bool:
     """Asks until the awaited answer is true or the time is over. The last question may end a little later."""
     deadline = monotonic() + within_s
     while True:

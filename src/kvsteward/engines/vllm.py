@@ -1,0 +1,76 @@
+"""A vLLM server, known by its URL.
+
+It knows vLLM's endpoints, metrics and headers. Invariant: the ids that it hands over are the gateway's own
+(`X-Request-Id` becomes vLLM's request id, `X-Session-ID` reaches its scheduler), so both logs speak of the same thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from kvsteward.engines.base import EngineInfo, EngineLoad, EngineRequest
+from kvsteward.engines.metrics import VLLM, parse_load, parse_vllm_cache_config
+from kvsteward.engines.openai import OpenAIEngine, poll_until
+
+_TEMPLATE_FIELDS = (
+    "model",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+)
+
+
+class VllmEngine(OpenAIEngine):
+    """vLLM by URL. Without its `/metrics`, capacity and load are None and a release cannot be confirmed."""
+
+    dialect: ClassVar[str] = "vllm"
+    health_path: ClassVar[str] = "/health"
+
+    async def _discover(self) -> EngineInfo:
+        info = await super()._discover()
+        _, version = await self._client.get_json("/version")
+        cache = parse_vllm_cache_config(await self._client.get_text("/metrics") or "")
+        dtype = None if cache.dtype == "auto" else cache.dtype
+        return replace(
+            info,
+            version=version.get("version") if isinstance(version, dict) else None,
+            kv_capacity_tokens=cache.capacity_tokens,
+            block_tokens=cache.block_tokens,
+            k_dtype=dtype,
+            v_dtype=dtype,
+        )
+
+    async def load(self) -> EngineLoad:
+        text = await self._client.get_text("/metrics")
+        return EngineLoad() if text is None else parse_load(text, VLLM)
+
+    async def count_prompt_tokens(self, body: Mapping[str, Any]) -> int | None:
+        question = {name: body[name] for name in _TEMPLATE_FIELDS if name in body}
+        status, answer = await self._client.post_json("/tokenize", question)
+        count = answer.get("count") if status == 200 and isinstance(answer, dict) else None
+        return count if isinstance(count, int) else None
+
+    async def confirm_released(self, request_id: str, *, within_s: float) -> bool:
+        """True once vLLM works on no more requests than we have open. If others use it too, that may never be."""
+        return await poll_until(self._has_no_stranger, within_s)
+
+    async def _has_no_stranger(self) -> bool:
+        load = await self.load()
+        if load.running is None:
+            return False
+        return load.running + (load.waiting or 0) <= self._in_flight
+
+    def _stamp(self, request: EngineRequest) -> Mapping[str, str]:
+        stamped = dict(request.headers)
+        stamped["x-request-id"] = request.request_id
+        if request.session_id is not None:
+            stamped["x-session-id"] = request.session_id
+        return stamped
