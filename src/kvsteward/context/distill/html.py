@@ -20,8 +20,45 @@ _HEAD_CHARS = 3_000
 _DROPPED = ("script", "style", "noscript", "svg", "template", "iframe", "head > link", "head > meta")
 _CHROME = frozenset({"nav", "footer", "aside"})
 _BLOCK = frozenset(
-    "p div section article main header li dt dd tr h1 h2 h3 h4 h5 h6 pre blockquote table ul ol dl form br hr "
-    "title figcaption option label button caption body nav footer aside summary details".split()
+    [
+        "p",
+        "div",
+        "section",
+        "article",
+        "main",
+        "header",
+        "li",
+        "dt",
+        "dd",
+        "tr",
+        "h1",
+        "h2",
+        "h3",
+        "h4",
+        "h5",
+        "h6",
+        "pre",
+        "blockquote",
+        "table",
+        "ul",
+        "ol",
+        "dl",
+        "form",
+        "br",
+        "hr",
+        "title",
+        "figcaption",
+        "option",
+        "label",
+        "button",
+        "caption",
+        "body",
+        "nav",
+        "footer",
+        "aside",
+        "summary",
+        "details",
+    ]
 )
 _TAG = re.compile(r"<(?:!doctype html|html|head|body|div|table|ul|p|h[1-6]|a|span|form)[\s>]", re.IGNORECASE)
 _LINE_CHARS = 600

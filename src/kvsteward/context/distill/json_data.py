@@ -6,17 +6,20 @@ path of the source.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from typing import Any
 
 import orjson
 
 from kvsteward.context.distill.base import CountTokens, Distillate, Distiller, Hints
-from kvsteward.context.distill.literal import MAX_CHARS, Raw, parse
+from kvsteward.context.distill.literal import MAX_CHARS, parse
 from kvsteward.context.distill.meter import calibrated
 from kvsteward.context.distill.tree import Shown, show
 
 _HEAD_CHARS = 4_000
+_MAX_QUERY_CHARS = 4_000
+_SELECT = re.compile(r"\bselect\s+(?:distinct\s+)?", re.IGNORECASE)
+_FROM = re.compile(r"\sfrom\s", re.IGNORECASE)
 
 
 class JsonData(Distiller):
@@ -32,6 +35,7 @@ class JsonData(Distiller):
         value, cut = read(text)
         if value is None:
             return None
+        value = with_names(value, selected_names(hints.arguments))
         shown = show(value, limit_tokens, hints, calibrated(text, count))
         return _distillate(self.kind, shown, cut)
 
@@ -82,6 +86,36 @@ def read(text: str) -> tuple[Any, str]:
     if parsed.complete and not text[start + parsed.end :].strip():
         return parsed.value, ""
     return parsed.value, f"{rest} chars after it not read" if rest > 3 else "source cut off"
+
+
+def selected_names(arguments: str) -> list[str]:
+    """The column names of a SELECT in a call's arguments, as far as they are plain; empty if there is none or a `*`."""
+    found = _SELECT.search(arguments[:_MAX_QUERY_CHARS])
+    if found is None:
+        return []
+    parts, depth, start = [], 0, found.end()
+    stop = _FROM.search(arguments[:_MAX_QUERY_CHARS], start)
+    listed = arguments[start : stop.start() if stop else start]
+    at = 0
+    for i, sign in enumerate(listed):
+        depth += (sign == "(") - (sign == ")")
+        if sign == "," and depth == 0:
+            parts.append(listed[at:i])
+            at = i + 1
+    parts.append(listed[at:])
+    return ["" if "*" in part and "(" not in part else part.strip() for part in parts]
+
+
+def with_names(value: Any, names: list[str]) -> Any:
+    """Rows of tuples as rows by name, if the names are as many as the columns."""
+    if not names or not all(names) or not isinstance(value, list) or len(set(names)) != len(names):
+        return value
+    if len(value) < 2 or not all(isinstance(row, list) and len(row) == len(names) for row in value):
+        return value
+    labels = [name.split()[-1].rsplit(".", 1)[-1].strip("`\"';\\") if "(" not in name else name for name in names]
+    if len(set(labels)) != len(labels) or not all(labels):
+        labels = names
+    return [dict(zip(labels, row, strict=True)) for row in value]
 
 
 def _distillate(kind: str, shown: Shown, cut: str) -> Distillate:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvsteward.context.distill.meter import Meter
@@ -44,9 +44,15 @@ class Packed:
 
 
 def pack(
-    units: Sequence[Unit], limit_tokens: float, focus: Focus, meter: Meter, noun: str = "lines", joiner: str = "\n"
+    units: Sequence[Unit],
+    limit_tokens: float,
+    focus: Focus,
+    meter: Meter,
+    noun: str = "lines",
+    joiner: str = "\n",
+    known: Iterable[str] = (),
 ) -> Packed:
-    """Fill the limit; the last share of it goes to a line of values from what was left out."""
+    """Fill the limit; the last share of it goes to a line of values from what was left out. `known` values add nothing."""
     costs = [meter.tokens(unit.text) + 1 for unit in units]
     if sum(costs) <= limit_tokens:
         return Packed(joiner.join(unit.text for unit in units), len(units), len(units))
@@ -54,7 +60,7 @@ def pack(
         chosen = head_first(units, costs, limit_tokens - 2 * GAP_TOKENS, focus)
         return Packed(_render(units, chosen, noun, joiner), len(chosen), len(units))
     body_limit = limit_tokens * (1 - _VALUES_SHARE)
-    chosen, seen = choose(units, costs, body_limit, focus)
+    chosen, seen = choose(units, costs, body_limit, focus, known=known)
     body = _render(units, chosen, noun, joiner)
     tail = values_line(
         (unit.text for i, unit in enumerate(units) if i not in chosen),
@@ -67,11 +73,16 @@ def pack(
 
 
 def choose(
-    units: Sequence[Unit], costs: Sequence[float], limit: float, focus: Focus, gap_tokens: float = GAP_TOKENS
+    units: Sequence[Unit],
+    costs: Sequence[float],
+    limit: float,
+    focus: Focus,
+    gap_tokens: float = GAP_TOKENS,
+    known: Iterable[str] = (),
 ) -> tuple[set[int], Seen]:
     """The units worth most per token within the limit, and their values; each gap between them costs `gap_tokens`."""
     values = [unit.words() for unit in units]
-    seen = Seen(Counter(value for each in values for value in each))
+    seen = Seen(Counter(value for each in values for value in each), set(known))
     static = [_static(unit, i, len(units), focus) for i, unit in enumerate(units)]
 
     def density(i: int) -> float:
@@ -147,12 +158,12 @@ def _render(units: Sequence[Unit], chosen: set[int], noun: str, joiner: str) -> 
     return joiner.join(parts)
 
 
-def values_line(left: object, seen: Seen, limit_tokens: float, focus: Focus, meter: Meter) -> str:
+def values_line(left: Iterable[str], seen: Seen, limit_tokens: float, focus: Focus, meter: Meter) -> str:
     """One line with the rarest and nearest values of the left-out texts, in document order; empty if none fit."""
     if limit_tokens < 8:
         return ""
     order: dict[str, float] = {}
-    for text in left:  # type: ignore[attr-defined]
+    for text in left:
         if len(order) >= _MAX_VALUES:
             break
         near = focus.weight(text)

@@ -9,10 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvsteward.context.distill.base import CountTokens, Distillate, Distiller, Hints
+from kvsteward.context.distill.blobs import Blobs
+from kvsteward.context.distill.code import Code
+from kvsteward.context.distill.delimited import Delimited
+from kvsteward.context.distill.diffs import Diffs
 from kvsteward.context.distill.html import Html
 from kvsteward.context.distill.json_data import JsonData, JsonLines
 from kvsteward.context.distill.lines import Lines
+from kvsteward.context.distill.listings import Hits, Listings
+from kvsteward.context.distill.logs import Logs
+from kvsteward.context.distill.markdown import Markdown
 from kvsteward.context.distill.prose import Prose
+from kvsteward.context.distill.traces import Traces
 from kvsteward.context.distill.window import windowed
 
 _TRIES = 4
@@ -21,7 +29,22 @@ _FULL_ENOUGH = 0.88
 
 def distillers() -> tuple[Distiller, ...]:
     """All kinds, most particular first."""
-    return (JsonLines(), JsonData(), Html(), Prose(), Lines())
+    return (
+        JsonLines(),
+        JsonData(),
+        Html(),
+        Diffs(),
+        Blobs(),
+        Traces(),
+        Hits(),
+        Listings(),
+        Delimited(),
+        Logs(),
+        Code(),
+        Markdown(),
+        Prose(),
+        Lines(),
+    )
 
 
 def distil(

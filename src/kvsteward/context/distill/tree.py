@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsteward.context.distill.base import Hints
-from kvsteward.context.distill.literal import Raw
+from kvsteward.context.distill.columns import Table
 from kvsteward.context.distill.meter import Meter
 from kvsteward.context.distill.pack import Unit, pack
-from kvsteward.context.distill.rows import MAX_COLUMNS, MAX_ROWS, Table, clip, lay
-from kvsteward.context.distill.salience import Focus, error_weight, focus_of, is_value
+from kvsteward.context.distill.rows import MAX_COLUMNS, MAX_ROWS, lay
+from kvsteward.context.distill.salience import Focus, focus_of
 
 MAX_LEAVES = 20_000
 _MAX_DEPTH = 40
@@ -289,9 +289,9 @@ def _divide(value: Mapping[str, Any], meter: Meter) -> tuple[list[_Leaf], list[_
                 continue
             children = [(f"{path}.{key}" if path else str(key), child, depth + 1) for key, child in node.items()]
             stack.extend(reversed(children[:MAX_LEAVES]))
-        elif isinstance(node, list) and node and not _short(node):
-            blocks.append(_Block(path, node, cost_of(node, meter)))
-        elif isinstance(node, str) and len(node) > _LONG_TEXT_CHARS:
+        elif (isinstance(node, list) and node and not _short(node)) or (
+            isinstance(node, str) and len(node) > _LONG_TEXT_CHARS
+        ):
             blocks.append(_Block(path, node, cost_of(node, meter)))
         else:
             leaves.append(
