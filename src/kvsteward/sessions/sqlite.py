@@ -300,7 +300,7 @@ class SqliteStore(SessionStore):
         _add_entries(db, session_id, [entry])
         db.execute("UPDATE sessions SET head = ? WHERE id = ? AND head = ?", (entry.hash, session_id, parent))
 
-    def _verify_one(self, session_id: str) -> list[Fault]:
+    def _verify_one(self, session_id: str) -> Sequence[Fault]:
         by_depth = f"SELECT {rows.ENTRY} FROM entries WHERE session_id = ? ORDER BY depth, rowid"
         with self._read() as db:
             session = self._session(db, session_id)
