@@ -1,4 +1,4 @@
-"""How fast the session stores are: appends, paths, look-ups by fingerprint. One JSON object on the last line with --json.
+"""How fast the session stores are: appends, paths, look-ups by fingerprint. With --json the last line is one object.
 
 Times are wall time on one thread, the best of the repeats; the SQLite file lies in a temporary folder (--dir).
 """
