@@ -199,7 +199,8 @@ class SqliteStore(SessionStore):
         with self._write() as db:
             unused = db.execute(
                 f"SELECT {rows.SESSION} FROM sessions WHERE "
-                "(state IN ('idle', 'parked') AND :now - last_used_s > ttl_s) OR (state != 'active' AND :now - last_used_s > :kept_s) ORDER BY last_used_s, id",
+                "(state IN ('idle', 'parked') AND :now - last_used_s > ttl_s) OR "
+                "(state != 'active' AND :now - last_used_s > :kept_s) ORDER BY last_used_s, id",
                 {"now": now, "kept_s": log_retention_s},
             ).fetchall()
             over: list[Session] = []
