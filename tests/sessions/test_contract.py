@@ -278,7 +278,7 @@ def test_recover_turns_drafts_into_interrupted_entries(store: SessionStore, make
 
 
 def test_recover_leaves_a_head_that_has_moved_on(store: SessionStore, make) -> None:
-    session, entries = fill(store, make, "q", "a")
+    _, entries = fill(store, make, "q", "a")
     store.draft("s1", "t1", entries[0].hash, b'{"role":"assistant","content":"x"}', now=1.0)
     store.draft("s1", "t2", entries[1].hash, b'{"role":"assistant","content":"older"}', now=1.0)
     store.draft("s1", "t3", entries[1].hash, b'{"role":"assistant","content":"newer"}', now=2.0)

@@ -222,7 +222,7 @@ class MemoryStore(SessionStore):
         if not answers:
             self._answers.pop((session.tenant, entry.response_id), None)
 
-    def _walk(self, log: _Log, head: str) -> list[Entry]:
+    def _walk(self, log: _Log, head: str) -> Sequence[Entry]:
         path: list[Entry] = []
         at = head
         while not chain.is_start(log.session, at):

@@ -5,7 +5,7 @@ kernel's hands when the call returns, so it outlives this process however it end
 newest commits (never part of one). `secure_delete` overwrites what is wiped.
 
 Knows no asyncio and no engines. Invariant: each call is one transaction, and every statement is bounded: by a limit,
-by one session, or by the rows that the caller passed.
+by one session, by the rows that the caller passed, or (`sweep`) by the sessions that are over.
 """
 
 from __future__ import annotations
@@ -198,9 +198,10 @@ class SqliteStore(SessionStore):
     def sweep(self, *, now: float, log_retention_s: float) -> Sequence[Session]:
         with self._write() as db:
             unused = db.execute(
-                f"SELECT {rows.SESSION} FROM sessions WHERE ? - last_used_s > min(ttl_s, ?) AND state != 'active' "
-                "ORDER BY last_used_s, id",
-                (now, log_retention_s),
+                f"SELECT {rows.SESSION} FROM sessions WHERE "
+                "(state IN ('idle', 'parked') AND :now - last_used_s > ttl_s) OR "
+                "(state != 'active' AND :now - last_used_s > :kept_s) ORDER BY last_used_s, id",
+                {"now": now, "kept_s": log_retention_s},
             ).fetchall()
             over: list[Session] = []
             wiped = 0
@@ -300,7 +301,7 @@ class SqliteStore(SessionStore):
         _add_entries(db, session_id, [entry])
         db.execute("UPDATE sessions SET head = ? WHERE id = ? AND head = ?", (entry.hash, session_id, parent))
 
-    def _verify_one(self, session_id: str) -> list[Fault]:
+    def _verify_one(self, session_id: str) -> Sequence[Fault]:
         by_depth = f"SELECT {rows.ENTRY} FROM entries WHERE session_id = ? ORDER BY depth, rowid"
         with self._read() as db:
             session = self._session(db, session_id)
@@ -368,12 +369,18 @@ def _add_decisions(db: sqlite3.Connection, session_id: str, decisions: Sequence[
 
 def _walk(db: sqlite3.Connection, session: Session, head: str) -> list[Entry]:
     """Raises NotFoundError for an unknown head, CorruptLogError where the chain does not reach its first message."""
-    _check_walk(db, session, head)
-    found = db.execute(_PATH, {"session": session.id, "head": head})
-    return [rows.entry_of(row) for row in found]
+    if chain.is_start(session, head):
+        return []
+    path = [rows.entry_of(row) for row in db.execute(_PATH, {"session": session.id, "head": head})]
+    if not path:
+        raise NotFoundError(f"session {session.id!r} has no entry {head!r}")
+    if len(path) != path[-1].depth or not chain.is_start(session, path[0].parent):
+        raise _broken(session, head)
+    return path
 
 
 def _check_walk(db: sqlite3.Connection, session: Session, head: str) -> None:
+    """As `_walk`, without reading the messages."""
     if chain.is_start(session, head):
         return
     depth = _depth(db, session.id, head)
@@ -381,7 +388,11 @@ def _check_walk(db: sqlite3.Connection, session: Session, head: str) -> None:
         raise NotFoundError(f"session {session.id!r} has no entry {head!r}")
     walk = f"{_WALK} SELECT count(*), min(depth) FROM walk"
     if db.execute(walk, {"session": session.id, "head": head}).fetchone() != (depth, 1):
-        raise CorruptLogError(f"session {session.id}: the chain of {head} does not reach its first message")
+        raise _broken(session, head)
+
+
+def _broken(session: Session, head: str) -> CorruptLogError:
+    return CorruptLogError(f"session {session.id}: the chain of {head} does not reach its first message")
 
 
 def _copy_path(db: sqlite3.Connection, session_id: str, source_id: str, head: str) -> None:

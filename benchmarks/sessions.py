@@ -1,0 +1,138 @@
+"""How fast the session stores are: appends, paths, look-ups by fingerprint. With --json the last line is one object.
+
+Times are wall time on one thread, the best of the repeats; the SQLite file lies in a temporary folder (--dir).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sqlite3
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+
+from kvsteward.sessions import Entry, Session, SessionStore, open_store
+from kvsteward.wire import fingerprint
+
+TEXT = "A tool answered with a line of some length, as they do. " * 20  # about 1.1 kB a message
+PER_SESSION = 100
+
+
+def chain(label: str, count: int) -> list[Entry]:
+    """`count` messages of about 1.1 kB, the first of its own kind so that sessions do not meet."""
+    parent, entries = fingerprint.root(), list[Entry]()
+    for depth in range(1, count + 1):
+        message = {"role": "user", "content": f"{label} {depth} {TEXT}"}
+        hash_ = fingerprint.link(parent, message)
+        entries.append(Entry(hash_, parent, depth, "client", orjson.dumps(message), float(depth)))
+        parent = hash_
+    return entries
+
+
+def fill(store: SessionStore, label: str, count: int) -> list[Entry]:
+    session = Session(label, "", "new", fingerprint.root(), 1.0, 1.0, 60.0)
+    store.create(session)
+    entries = chain(label, count)
+    store.append(replace(session, head=entries[-1].hash), entries)
+    return entries
+
+
+def best_s(call: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def appends(store: SessionStore, turns: int) -> dict[str, float]:
+    """A turn is one append of two entries: what the client sent, what the engine answered."""
+    session = Session("appends", "", "new", fingerprint.root(), 1.0, 1.0, 60.0)
+    store.create(session)
+    entries = chain("appends", 2 * turns)
+    times = []
+    for turn in range(turns):
+        pair = entries[2 * turn : 2 * turn + 2]
+        start = time.perf_counter()
+        store.append(replace(session, head=pair[-1].hash, turns=turn), pair)
+        times.append(time.perf_counter() - start)
+    times.sort()
+    return {
+        "appends_per_s": turns / sum(times),
+        "append_p50_ms": 1e3 * statistics.median(times),
+        "append_p99_ms": 1e3 * times[int(0.99 * len(times))],
+    }
+
+
+def drafts(store: SessionStore, count: int) -> dict[str, float]:
+    head = store.path("appends")[-1].hash
+    text = orjson.dumps({"role": "assistant", "content": TEXT * 4})
+    return {"draft_ms": 1e3 * best_s(lambda: store.draft("appends", "t", head, text, now=1.0), count)}
+
+
+def paths(store: SessionStore, lengths: list[int], repeats: int) -> dict[str, float]:
+    found = {}
+    for length in lengths:
+        fill(store, f"path-{length}", length)
+        found[f"path_{length}_ms"] = 1e3 * best_s(lambda name=f"path-{length}": store.path(name), repeats)
+    return found
+
+
+def finds(store: SessionStore, total: int, repeats: int) -> dict[str, float]:
+    """A request's history of 100 messages, looked up among `total`: one that is known, one that is not."""
+    entries = list[Entry]()
+    for n in range(total // PER_SESSION):
+        entries = fill(store, f"find-{n}", PER_SESSION)
+    known = [entry.hash for entry in entries]
+    unknown = [entry.hash for entry in chain("unknown", PER_SESSION)]
+    assert len(store.find(known)) == PER_SESSION
+    assert not store.find(unknown)
+    return {
+        f"find_100_known_among_{total}_ms": 1e3 * best_s(lambda: store.find(known), repeats),
+        f"find_100_unknown_among_{total}_ms": 1e3 * best_s(lambda: store.find(unknown), repeats),
+        f"find_1_among_{total}_ms": 1e3 * best_s(lambda: store.find(known[-1:]), repeats),
+    }
+
+
+def measure(url: str, *, quick: bool) -> dict[str, float]:
+    store = open_store(url)
+    try:
+        repeats = 5 if quick else 20
+        results = appends(store, 500 if quick else 5000)
+        results |= drafts(store, 50)
+        results |= paths(store, [1_000, 10_000], repeats)
+        results |= finds(store, 10_000 if quick else 100_000, repeats)
+        results["verify_s"] = best_s(store.verify, 1)
+        return {name: round(value, 4) for name, value in results.items()}
+    finally:
+        store.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, find among 10,000 entries")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    parser.add_argument("--dir", type=Path, help="where the SQLite file is made")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
+        stores = {"memory": "memory:", "sqlite": f"sqlite:///{folder}/log.db"}
+        results = {name: measure(url, quick=options.quick) for name, url in stores.items()}
+    for name, row in results.items():
+        print(name)
+        for figure, value in row.items():
+            print(f"  {figure:36} {value:12.3f}")
+    if options.json:
+        about = {"python": platform.python_version(), "sqlite": sqlite3.sqlite_version, "quick": options.quick}
+        print(json.dumps({"benchmark": "sessions", **about, "stores": results}))
+
+
+if __name__ == "__main__":
+    main()
