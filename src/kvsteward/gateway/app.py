@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvsteward.context.layout import View
 from kvsteward.context.pipeline import Prepared
-from kvsteward.engines.base import Engine, EngineLoad
+from kvsteward.engines.base import Engine, EngineInfo, EngineLoad
 from kvsteward.errors import EngineError, KVStewardError, NotFoundError, OverloadedError, StoreError
 from kvsteward.gateway import api, turn
 from kvsteward.gateway.auth import tenant_of
@@ -70,10 +70,7 @@ class Steward:
 
     async def start(self) -> None:
         """Reaches the engine, ends what a crash left open, and starts the housekeeping."""
-        info = await self.engine.start()
-        self.gate.resize(info.kv_capacity_tokens, info.max_running)
-        self.residency.capacity_tokens = info.kv_capacity_tokens
-        self.telemetry.capacity_tokens.set(info.kv_capacity_tokens or 0)
+        self._learn(await self.engine.start())
         recovered = await self.desk.call(self.desk.store.recover, now=self.wall())
         if recovered:
             log.warning("recovered %d answers that a crash had interrupted", recovered)
@@ -86,6 +83,12 @@ class Steward:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.engine.close()
         await self.desk.close()
+
+    def _learn(self, info: EngineInfo) -> None:
+        """What the engine is, at the start and again after it came back."""
+        self.gate.resize(info.kv_capacity_tokens, info.max_running)
+        self.residency.capacity_tokens = info.kv_capacity_tokens
+        self.telemetry.capacity_tokens.set(info.kv_capacity_tokens or 0)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -181,11 +184,15 @@ class Steward:
 
     async def _sample(self) -> None:
         """Reads the engine once a second, for the page and for /v1/internal/memory."""
+        was_down = False
         while True:
             try:
                 self.load = await self.engine.load()
+                if was_down:
+                    self._learn(await self.engine.start())
+                was_down = False
             except EngineError:
-                self.load = EngineLoad()
+                self.load, was_down = EngineLoad(), True
             pool = self.gate.pool
             self.telemetry.running.set(pool.running)
             self.telemetry.waiting.set(pool.waiting)

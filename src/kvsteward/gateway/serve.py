@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 import uvicorn
 
 from kvsteward.context.marks import Policy
 from kvsteward.engines.base import Engine
-from kvsteward.engines.embedded import EmbeddedEngine, EmbeddedOptions
-from kvsteward.errors import ConfigError
+from kvsteward.engines.registry import EngineSpec, Kind, resolve
+from kvsteward.errors import ConfigError, EngineUnavailableError
 from kvsteward.gateway.app import create_app
 from kvsteward.gateway.settings import Mode, Settings, load_tenants
 from kvsteward.sessions import open_store
+
+log = logging.getLogger("kvsteward")
+_ENGINE_WAIT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +69,53 @@ def settings_of(options: ServeOptions) -> Settings:
     )
 
 
-def engine_of(options: ServeOptions) -> Engine:
+def engine_spec(options: ServeOptions) -> EngineSpec:
+    """`embedded`, `scripted`, a URL, or `KIND=URL`. Raises ConfigError for anything else."""
     k_type, _, v_type = options.kv.partition(":")
-    if options.engine != "embedded":
-        raise ConfigError(f"unknown engine {options.engine!r}")
-    return EmbeddedEngine(
-        EmbeddedOptions(
-            model=options.model,
-            slots=options.slots,
-            context_tokens=options.ctx,
-            k_type=k_type,
-            v_type=v_type or k_type,
+    kind, equals, url = options.engine.partition("=")
+    if options.engine.startswith(("http://", "https://")):
+        kind, url = "auto", options.engine
+    elif equals and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"the engine's URL must begin with http:// or https://, not {url!r}")
+    elif kind not in get_args(Kind) or (not equals and kind not in {"embedded", "scripted"}):
+        raise ConfigError(
+            f"no such engine: {options.engine!r}",
+            hint="Use 'embedded', a URL, or KIND=URL with KIND one of vllm, sglang, llama-server, openai.",
         )
+    return EngineSpec(
+        kind=cast("Kind", kind),
+        url=url or None,
+        api_key=options.upstream_key,
+        model=options.model,
+        slots=options.slots if kind in {"embedded", "scripted"} else None,
+        context_tokens=options.ctx,
+        k_type=k_type,
+        v_type=v_type or k_type,
     )
+
+
+async def reached(spec: EngineSpec, wait_s: float = _ENGINE_WAIT_S) -> Engine:
+    """The engine's adapter. Waits for an engine that is still starting. Raises EngineError when it does not come."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            engine = await resolve(spec)
+            if spec.url is not None:
+                await engine.start()
+                await engine.close()
+            return engine
+        except EngineUnavailableError as error:
+            if time.monotonic() > deadline:
+                raise
+            log.warning("waiting for the engine: %s", error.message)
+            await asyncio.sleep(2.0)
 
 
 def run(options: ServeOptions) -> None:
     """Serves until SIGINT or SIGTERM. The engine is started by the application and stopped with it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    settings, engine, store = settings_of(options), engine_of(options), open_store(options.store)
+    settings, spec, store = settings_of(options), engine_spec(options), open_store(options.store)
+    engine = asyncio.run(reached(spec))
     listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
