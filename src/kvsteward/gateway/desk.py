@@ -261,11 +261,14 @@ class Desk:
         return step(state, "turn_started") if count == 1 or state != "active" else state
 
     def _ended(self, session: Session) -> State:
-        count = self._active.pop(session.id, 1) - 1
+        """The state once one more turn has ended. `_count_out` makes it so, after the store has it."""
+        last = self._active.get(session.id, 1) <= 1
+        return step(session.state, "turn_ended") if last and session.state == "active" else session.state
+
+    def _count_out(self, session_id: str) -> None:
+        count = self._active.pop(session_id, 1) - 1
         if count > 0:
-            self._active[session.id] = count
-            return session.state
-        return step(session.state, "turn_ended") if session.state == "active" else session.state
+            self._active[session_id] = count
 
     def _append(self, session: Session, entries: Sequence[Entry], decisions: Sequence[Decision]) -> None:
         if self.store.get(session.id) is None:
@@ -305,6 +308,7 @@ class Desk:
     def _append_answer(self, session_id: str, entry: Entry, turn_id: str, view_tokens: int, log_tokens: int) -> None:
         session = self.store.get(session_id)
         if session is None:  # deleted while the engine was speaking: what was deleted stays deleted
+            self._count_out(session_id)
             return
         moved = session.head == entry.parent
         session = replace(
@@ -318,6 +322,7 @@ class Desk:
             saved_tokens=max(0, log_tokens - view_tokens) if moved else session.saved_tokens,
         )
         self.store.append(session, [entry], end_draft=turn_id)
+        self._count_out(session_id)
 
     async def turn_failed(self, session_id: str) -> None:
         """A turn ended without an answer to log."""
@@ -327,6 +332,7 @@ class Desk:
         session = self.store.get(session_id)
         if session is not None:
             self.store.put(replace(session, state=self._ended(session), last_used_s=self._now()))
+        self._count_out(session_id)
 
 
 def storage_id(tenant: str, session_id: str) -> str:

@@ -11,6 +11,7 @@ The life of a turn is a table; an illegal step raises StateError:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Generator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from kvsteward.context.layout import Item
 from kvsteward.context.marks import Marks
 from kvsteward.context.pipeline import Count, Prepared, Question, Summarise, prepare
 from kvsteward.engines.base import EngineReply, EngineRequest
-from kvsteward.errors import ContextOverflowError, EngineError, KVStewardError, StateError, UnsupportedError
+from kvsteward.errors import ContextOverflowError, EngineError, KVStewardError, StateError, StoreError, UnsupportedError
 from kvsteward.gateway.desk import Resolved, public_id, tools_key
 from kvsteward.gateway.relay import EVENTS, JSON, ClientGone, Exchange
 from kvsteward.gateway.settings import Tenant
@@ -37,6 +38,8 @@ from kvsteward.wire.usage import Usage, parse_usage
 
 if TYPE_CHECKING:
     from kvsteward.gateway.app import Steward
+
+logger = logging.getLogger("kvsteward")
 
 PATH = "/v1/chat/completions"
 _MAX_ERROR_BYTES = 1 * 2**20
@@ -258,18 +261,20 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
         "x-kvsteward-tokens-saved": str(max(0, log_tokens(resolved, prepared) - prepared.tokens)),
     }
     turn.step("waiting")
-    async with steward.gate.admitted(demand) as waited_s:
-        steward.telemetry.queue_time.observe(waited_s)
-        engine_request = EngineRequest(PATH, body, turn.id, session_id, engine_headers(exchange))
-        async with steward.engine.open(engine_request) as reply:
-            if reply.status != 200:
-                raise engine_error(reply.status, await read_all(reply, _MAX_ERROR_BYTES))
-            turn.step("streaming")
-            log = AnswerLog(steward, turn, resolved, prepared)
-            if stream:
-                await streamed(steward, exchange, turn, reply, log)
-            else:
-                await whole(steward, exchange, turn, reply, log)
+    log = AnswerLog(steward, turn, resolved, prepared)
+    try:
+        async with steward.gate.admitted(demand) as waited_s:
+            steward.telemetry.queue_time.observe(waited_s)
+            engine_request = EngineRequest(PATH, body, turn.id, session_id, engine_headers(exchange))
+            async with steward.engine.open(engine_request) as reply:
+                if reply.status != 200:
+                    raise engine_error(reply.status, await read_all(reply, _MAX_ERROR_BYTES))
+                turn.step("streaming")
+                await (streamed if stream else whole)(steward, exchange, turn, reply, log)
+    except BaseException as error:
+        # Here the socket to the engine is closed already: writing the log must not keep the engine at work.
+        await asyncio.shield(log.broken_off("abandoned" if isinstance(error, asyncio.CancelledError) else "error"))
+        raise
     turn.step("done")
 
 
@@ -292,42 +297,56 @@ class AnswerLog:
         self._steward, self._turn, self._resolved, self._prepared = steward, turn, resolved, prepared
         self._drafted_s = steward.now()
         self._writing: asyncio.Task[None] | None = None
+        self.reader = AnswerReader()
+        self._ended = False
 
-    def maybe_draft(self, reader: AnswerReader, now: float) -> None:
+    def maybe_draft(self, now: float) -> None:
         """Keeps what was said so far, so that a crash loses less than a second of it."""
         if now - self._drafted_s < self._steward.settings.draft_every_s or (self._writing and not self._writing.done()):
             return
         self._drafted_s = now
-        message = reader.message()
+        message = self.reader.message()
         if message is not None:
             self._writing = asyncio.create_task(self._draft(orjson.dumps(message)))
 
     async def _draft(self, text: bytes) -> None:
         desk, session = self._steward.desk, self._resolved.session
         now = self._steward.wall()
-        await desk.call(desk.store.draft, session.id, self._turn.id, self._resolved.head, text, now=now)
+        try:
+            await desk.call(desk.store.draft, session.id, self._turn.id, self._resolved.head, text, now=now)
+        except StoreError as error:  # a draft is a safety net; the answer itself will fail loudly if the disk is full
+            logger.warning("cannot keep a draft of %s: %s", self._turn.id, error.message)
+
+    async def ended(self) -> None:
+        """The stream came to its end: what it said is in the log when this returns."""
+        reader = self.reader
+        await self.write(reader.message(), reader.usage, reader.finish or "stop", reader.response_id)
+
+    async def broken_off(self, finish: str) -> None:
+        """The turn ended early: what was said until then is kept."""
+        if not self._ended:
+            await self.write(self.reader.message(), self.reader.usage, finish, self.reader.response_id)
 
     async def write(
         self, message: dict[str, Any] | None, usage: Usage | None, finish: str, response_id: str | None
     ) -> None:
         """Ends the turn in the log. Without a word from the engine there is nothing to log."""
+        self._ended = True
         if self._writing is not None:
             await asyncio.wait([self._writing])
         desk, view, session = self._steward.desk, self._prepared.view, self._resolved.session
         if message is None:
             return
-        self._turn.open_in = None
         estimate = desk.estimator.message(message)
         tokens = usage.output_tokens if usage and usage.output_tokens else estimate
         item = Item(link(self._resolved.head, message), view.depth + 1, message, estimate, tokens)
         view = view.with_items([item])
         if usage:
             view = view.counted(usage.resident_tokens, view.known_for)
-        depth = (self._resolved.arrivals[-1].depth if self._resolved.arrivals else view.depth - 1) + 1
         await desk.log_answer(
             session.id,
             self._resolved.head,
-            depth,
+            item.depth,
             message,
             finish=finish,
             response_id=response_id,
@@ -335,36 +354,28 @@ class AnswerLog:
             turn_id=self._turn.id,
             view=view,
         )
+        self._turn.open_in = None
         if usage:
             self._steward.count_answer(self._turn, self._resolved, self._prepared, usage)
 
 
 async def streamed(steward: Steward, exchange: Exchange, turn: Turn, reply: EngineReply, log: AnswerLog) -> None:
     """The engine streams. The client gets the events as they come, or one whole answer if it asked for that."""
-    reader = AnswerReader()
-    try:
-        async for events in events_of(reply, reader):
-            now = steward.now()
-            if turn.first_token_s is None:
-                turn.first_token_s = now
-                steward.telemetry.ttft.observe(now - turn.started_s)
-            log.maybe_draft(reader, now)
-            if turn.request.stream:
-                if not exchange.started:
-                    await exchange.start(200, EVENTS)
-                shown = events if turn.request.wants_usage else without_usage(events)
-                if shown:
-                    await exchange.write(shown)
-        failed = reader.failed
-        if failed is not None:
-            raise engine_error(500, failed)
-        if not reader.ended:
-            raise EngineError("the engine closed the stream before it had finished")
-    except BaseException as error:
-        finish = "abandoned" if isinstance(error, asyncio.CancelledError) else "error"
-        await asyncio.shield(log.write(reader.message(), reader.usage, finish, reader.response_id))
-        raise
-    await asyncio.shield(log.write(reader.message(), reader.usage, reader.finish or "stop", reader.response_id))
+    reader = log.reader
+    async for events in events_of(reply, reader):
+        now = steward.now()
+        if turn.first_token_s is None:
+            turn.first_token_s = now
+            steward.telemetry.ttft.observe(now - turn.started_s)
+        log.maybe_draft(now)
+        if turn.request.stream:
+            if not exchange.started:
+                await exchange.start(200, EVENTS)
+            shown = events if turn.request.wants_usage else without_usage(events)
+            if shown:
+                await exchange.write(shown)
+    check_ended(reader)
+    await asyncio.shield(log.ended())
     if turn.request.stream:
         if not exchange.started:
             await exchange.start(200, EVENTS)
@@ -453,9 +464,14 @@ async def collected(reply: EngineReply) -> AnswerReader:
     async for chunk in reply.chunks():
         for event in splitter.feed(chunk):
             reader.feed(event)
+    check_ended(reader)
+    return reader
+
+
+def check_ended(reader: AnswerReader) -> None:
+    """Raises the error that the engine put into its stream, or EngineError for a stream that was cut."""
     failed = reader.failed
     if failed is not None:
         raise engine_error(500, failed)
     if not reader.ended:
         raise EngineError("the engine closed the stream before it had finished")
-    return reader
