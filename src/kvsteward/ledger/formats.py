@@ -45,6 +45,7 @@ _FORMATS: dict[str, Format] = {
         Format("f16", 1, 2, 16, _PLAIN),
         Format("bf16", 1, 2, 16, _PLAIN),
         Format("fp8", 1, 1, 8, _PLAIN),
+        Format("fp8_ds_mla", 1, 1, 8, "vLLM, SGLang: 8-bit latent with scales, 16-bit rope; see Layer"),
         Format("int8", 1, 1, 8, "one byte, scale per tensor"),
         Format("int4", 2, 1, 4, "two values a byte, scale per tensor"),
         Format("nvfp4", 16, 9, 4, "NVFP4: 16 E2M1 values and one E4M3 scale"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvsteward.errors import ConfigError
 from kvsteward.ledger.formats import Format, get
 
 
@@ -31,17 +32,22 @@ class Kind(StrEnum):
     NONE = "none"
 
 
+MIXED_LATENT = "fp8_ds_mla"
 GROWING = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.LATENT, Kind.COMPRESSED})
 
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A part of a recurrent state: `heads` shards of `per_head` numbers. TP splits heads and never below one."""
+    """A part of a recurrent state: `heads` shards of `per_head` numbers. TP splits heads and never below one.
+
+    A convolution keeps its last `window` inputs, which `per_head` counts.
+    """
 
     name: str
     heads: int
     per_head: int
     dtype: str
+    window: int = 0
 
     def size_bytes(self, tp: int, dtype: str | None = None) -> int:
         return -(-self.heads // tp) * self.per_head * get(dtype or self.dtype).size_bytes(1)
@@ -52,7 +58,8 @@ class Layer:
     """One layer. `k_dim` and `v_dim` are per head; a latent is one head with `v_dim` 0, of which `rope_dim` is rope.
 
     `span_tokens` is the window or chunk, `ratio` the tokens per compressed entry, `index_dim` the key of a sparse
-    indexer (one vector a token, or one per compressed entry), `state` what does not grow.
+    indexer (one vector a token, or one per compressed entry), `state` what does not grow, `expanded` the heads, key
+    and value dims that a latent unfolds to, for engines that store those.
     """
 
     kind: Kind
@@ -64,6 +71,7 @@ class Layer:
     index_dim: int = 0
     ratio: int = 0
     state: tuple[StateTensor, ...] = ()
+    expanded: tuple[int, int, int] | None = None
 
     @property
     def sharded(self) -> bool:
@@ -76,6 +84,8 @@ class Layer:
 
     def k_bytes(self, fmt: Format, tp: int = 1) -> int:
         """Key (or latent) bytes of one entry on one rank."""
+        if fmt.name == MIXED_LATENT:
+            return self._mixed_latent_bytes()
         return self.heads_on_rank(tp) * fmt.size_bytes(self.k_dim)
 
     def v_bytes(self, fmt: Format, tp: int = 1) -> int:
@@ -83,10 +93,18 @@ class Layer:
         return self.heads_on_rank(tp) * fmt.size_bytes(self.v_dim)
 
     def index_bytes(self, fmt: Format) -> int:
-        """Indexer bytes of one entry: 8-bit keys carry one fp32 scale (132 bytes for 128), as DeepSeek's kernels do."""
+        """Indexer bytes of one entry. DeepSeek's kernels keep 8-bit keys with an fp32 scale: 132 bytes for 128."""
         if not self.index_dim:
             return 0
-        return self.index_dim + 4 if fmt.bits <= 8 else fmt.size_bytes(self.index_dim)
+        return fmt.size_bytes(self.index_dim) if self.sharded else self.index_dim + 4
+
+    def _mixed_latent_bytes(self) -> int:
+        """8-bit latent, 16-bit rope; scales: fp32 per 128 values (MLA: 656 bytes) or a byte per 64, to 8 (V4)."""
+        if self.sharded:
+            raise ConfigError(f"{MIXED_LATENT} is a format of latents; this model keeps keys and values")
+        plain = self.k_dim - self.rope_dim
+        scales = 8 * -(-plain // 512) if self.kind is Kind.COMPRESSED else 4 * -(-plain // 128)
+        return plain + scales + 2 * self.rope_dim
 
     def state_bytes(self, tp: int = 1) -> int:
         return sum(tensor.size_bytes(tp) for tensor in self.state)

@@ -8,7 +8,7 @@ the layers add up to those of the whole.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvsteward.errors import ConfigError
@@ -169,8 +169,6 @@ class ModelSpec:
 
 
 def replace_layers(spec: ModelSpec, layers: tuple[Layer, ...]) -> ModelSpec:
-    from dataclasses import replace
-
     return replace(spec, layers=layers)
 
 

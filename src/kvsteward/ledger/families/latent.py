@@ -17,7 +17,16 @@ from kvsteward.ledger.reading import Reader, whole
 def latent_layer(reader: Reader) -> Layer:
     """`kv_lora_rank + qk_rope_head_dim` numbers a token, once."""
     rank, rope = reader.count("kv_lora_rank"), reader.count("qk_rope_head_dim")
-    return Layer(Kind.LATENT, kv_heads=1, k_dim=rank + rope, rope_dim=rope)
+    return Layer(Kind.LATENT, kv_heads=1, k_dim=rank + rope, rope_dim=rope, expanded=_expanded(reader, rope))
+
+
+def _expanded(reader: Reader, rope: int) -> tuple[int, int, int] | None:
+    """Heads and dims of the keys and values that the latent expands to, where the config tells them."""
+    heads = reader.optional_count("num_attention_heads", least=1)
+    nope, value = reader.optional_count("qk_nope_head_dim"), reader.optional_count("v_head_dim", least=1)
+    if heads is None or nope is None or value is None:
+        return None
+    return heads, nope + rope, value
 
 
 def mla(reader: Reader) -> Layers:
@@ -31,7 +40,7 @@ def indexed(reader: Reader) -> Layers:
     words = layer_types(reader, key="indexer_types")
     if words is None:
         return (with_index,) * count
-    unknown = {word for word in words} - {"full", "shared"}
+    unknown = set(words) - {"full", "shared"}
     if unknown:
         raise ConfigError(f"unknown indexer type {sorted(unknown)[0]!r} in {reader.name('indexer_types')}")
     return tuple(with_index if word == "full" else base for word in words)
@@ -72,10 +81,14 @@ def compressed_draft(reader: Reader, _layers: Layers) -> Layers:
 _MLA = Family(mla, draft_like_last_growing)
 _INDEXED = Family(indexed, draft_like_last_growing)
 _COMPRESSED = Family(compressed, compressed_draft)
+_MLA_NAMES = (
+    "deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "minicpm3", "MiniCPM3ForCausalLM", "glm4_moe_lite",
+    "longcat_flash", "mistral_large_3", "youtu_llm",
+)  # fmt: skip
 TABLE: dict[str, Family] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "minicpm3", "MiniCPM3ForCausalLM", "glm4_moe_lite", "longcat_flash", "mistral_large_3", "youtu_llm"), _MLA),
+    **dict.fromkeys(_MLA_NAMES, _MLA),
     "deepseek_v32": _INDEXED,
     "glm_moe_dsa": _INDEXED,
     "deepseek_v4": _COMPRESSED,
     "deepseek_ref": _COMPRESSED,
-}  # fmt: skip
+}

@@ -114,7 +114,8 @@ _UNIFORM = (
     "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen2_5_omni_text", "qwen3_asr_text", "qwen3_omni_moe_text", "molmo", "glm",
     "glm4", "glm4v", "glm4v_text", "glm4_moe", "glm4v_moe", "glm4v_moe_text", "starcoder2", "nemotron", "yi", "aquila",
     "ministral3", "exaone", "persimmon", "hunyuan_v1_dense", "ernie4_5", "ernie4_5_moe", "smollm3", "arcee", "seed_oss",
-    "dots1", "apertus", "llava_llama", "cohere", "arctic", "phimoe", "bitnet", "bitnet-25", "codegen", "helium", "solar", "mobilellm",
+    "dots1", "apertus", "llava_llama", "cohere", "arctic", "phimoe", "bitnet", "bitnet-25", "codegen",
+    "helium", "solar", "mobilellm",
 )  # fmt: skip
 
 TABLE: dict[str, Family] = {

@@ -39,7 +39,7 @@ def mamba(reader: Reader) -> Layer:
     conv = reader.count("mamba_d_conv", "conv_kernel", "d_conv") - 1
     state = reader.count("mamba_d_state", "state_size", "d_state")
     parts = (
-        StateTensor("conv", inner, conv, model_dtype(reader)),
+        StateTensor("conv", inner, conv, model_dtype(reader), conv),
         StateTensor("ssm", inner, state, state_dtype(reader)),
     )
     return Layer(Kind.STATE, state=parts)
@@ -52,8 +52,8 @@ def mamba2(reader: Reader) -> Layer:
     groups = reader.count("n_groups", "mamba_n_groups")
     conv = reader.count("conv_kernel", "mamba_d_conv") - 1
     parts = (
-        StateTensor("conv x", heads, dim * conv, model_dtype(reader)),
-        StateTensor("conv B, C", groups, 2 * state * conv, model_dtype(reader)),
+        StateTensor("conv x", heads, dim * conv, model_dtype(reader), conv),
+        StateTensor("conv B, C", groups, 2 * state * conv, model_dtype(reader), conv),
         StateTensor("ssm", heads, dim * state, state_dtype(reader)),
     )
     return Layer(Kind.STATE, state=parts)
@@ -65,8 +65,8 @@ def delta_net(reader: Reader) -> Layer:
     k_dim, v_dim = reader.count("linear_key_head_dim"), reader.count("linear_value_head_dim")
     conv = reader.count("linear_conv_kernel_dim") - 1
     parts = (
-        StateTensor("conv q, k", k_heads, 2 * k_dim * conv, model_dtype(reader)),
-        StateTensor("conv v", v_heads, v_dim * conv, model_dtype(reader)),
+        StateTensor("conv q, k", k_heads, 2 * k_dim * conv, model_dtype(reader), conv),
+        StateTensor("conv v", v_heads, v_dim * conv, model_dtype(reader), conv),
         StateTensor("ssm", v_heads, k_dim * v_dim, state_dtype(reader)),
     )
     return Layer(Kind.STATE, state=parts)
@@ -150,7 +150,8 @@ def short_conv(reader: Reader) -> Layers:
             raise ConfigError(f"no {reader.name('layer_types')}: which layers attend is unknown")
         words = ["full_attention" if i in places else "conv" for i in range(layer_count(reader))]
     width = reader.optional_count("conv_dim", least=1) or reader.count("hidden_size")
-    conv = Layer(Kind.STATE, state=(StateTensor("conv", width, reader.count("conv_L_cache") - 1, model_dtype(reader)),))
+    taps = reader.count("conv_L_cache") - 1
+    conv = Layer(Kind.STATE, state=(StateTensor("conv", width, taps, model_dtype(reader), taps),))
     base = full(reader)
     return tuple(conv if word == "conv" else typed(reader, base, word) for word in words)
 
@@ -163,7 +164,10 @@ def kimi_linear(reader: Reader) -> Layers:
     heads, dim = linear.count("num_heads"), linear.count("head_dim")
     conv = linear.count("short_conv_kernel_size") - 1
     dtype = model_dtype(reader)
-    parts = (StateTensor("conv q, k, v", heads, 3 * dim * conv, dtype), StateTensor("ssm", heads, dim * dim, "f32"))
+    parts = (
+        StateTensor("conv q, k, v", heads, 3 * dim * conv, dtype, conv),
+        StateTensor("ssm", heads, dim * dim, "f32"),
+    )
     reader.assume("linear_attn_config.state_dtype", "f32", "absent: KDA kernels keep the state in fp32")
     full_at = {whole(i, linear.name("full_attn_layers")) for i in linear.sequence("full_attn_layers") or []}
     if not full_at:

@@ -1,4 +1,4 @@
-"""Decoders that mix full attention with sliding windows or chunks, with head counts and dims that may differ by kind."""
+"""Decoders that mix full attention with sliding windows or chunks; heads and dims may differ by kind."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def gemma4(reader: Reader) -> Layers:
         raise ConfigError(f"no {reader.name('layer_types')}", param=reader.name("layer_types"))
     local = full(reader)
     wide = reader.optional_count("global_head_dim", least=1) or local.k_dim
-    heads = reader.optional_count("num_global_key_value_heads", least=1) or local.kv_heads
+    heads = reader.optional_count("num_global_key_value_heads", least=1) or local.kv_heads  # null: as the others
     globe = Layer(Kind.FULL, kv_heads=heads, k_dim=wide, v_dim=wide)
     layers = tuple(typed(reader, globe if _KINDS.get(word) is Kind.FULL else local, word) for word in words)
     return _share_tail(layers, reader.optional_count("num_kv_shared_layers") or 0)
@@ -161,14 +161,14 @@ def mimo(reader: Reader) -> Layers:
     if pattern is None:
         return uniform_or_windows(reader)
     dim, heads = head_dim(reader), kv_heads(reader)
-    v_dim = reader.optional_count("v_head_dim", least=1) or dim
+    v_dim = reader.count_or(dim, "absent: as the keys", "v_head_dim")
     globe = Layer(Kind.FULL, kv_heads=heads, k_dim=dim, v_dim=v_dim)
-    swa_dim = reader.optional_count("swa_head_dim", least=1) or dim
+    same = "absent: as in the full layers"
     local = Layer(
         Kind.SLIDING,
-        kv_heads=reader.optional_count("swa_num_key_value_heads", least=1) or heads,
-        k_dim=swa_dim,
-        v_dim=reader.optional_count("swa_v_head_dim", least=1) or v_dim,
+        kv_heads=reader.count_or(heads, same, "swa_num_key_value_heads"),
+        k_dim=reader.count_or(dim, same, "swa_head_dim"),
+        v_dim=reader.count_or(v_dim, same, "swa_v_head_dim"),
         span_tokens=window(reader),
     )
     count = layer_count(reader)
