@@ -182,7 +182,7 @@ def _rank_layout(spec: ModelSpec, stage: Sequence[Layer], settings: VLLM) -> Lay
             hint="Use kv_bytes for what the model itself needs.",
         )
     if not settings.hybrid_manager:
-        kept = [replace(layer, kind=Kind.FULL) if layer.kind in _WINDOWED else layer for layer in kept]
+        kept = [replace(layer, kind=Kind.FULL, span_tokens=0) if layer.kind in _WINDOWED else layer for layer in kept]
     return _grouped(kept, k_fmt, v_fmt, settings)
 
 
