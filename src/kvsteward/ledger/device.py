@@ -1,8 +1,7 @@
 """GPUs as a planner needs them: memory, bandwidth, arithmetic, links, each from its data sheet.
 
 Knows no driver and measures nothing. Invariant: arithmetic is dense (no sparsity), bandwidth is the sheet's peak, memory
-is the sheet's capacity in GiB; what a driver reports is a little less, and `usable_gib` says by how much where that was
-seen in logs.
+is the sheet's capacity in GiB; `usable_gib` is what CUDA or ROCm reports of it, a little less.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ _DEVICES: tuple[Device, ...] = (
     Device("H200 SXM", 141, 139.8, 4800, 989, 1979, _NVLINK4, 900, "NVIDIA H200 Tensor Core GPU data sheet"),
     Device("H20", 96, 95.0, 4000, 148, 296, _NVLINK4, 900, "NVIDIA H20 data sheet"),
     Device("B200", 180, 178.3, 8000, 2250, 4500, _NVLINK5, 1800, "NVIDIA DGX B200 data sheet (per GPU)"),
-    Device("B300", 270, 267.7, 8000, 2250, 4500, _NVLINK5, 1800, "NVIDIA DGX B300 data sheet (per GPU)"),
     Device("GB200", 186, 184.0, 8000, 2500, 5000, _NVLINK5, 1800, "NVIDIA GB200 NVL72 data sheet (per GPU)"),
     Device("A100 SXM 40GB", 40, 39.4, 1555, 312, None, _NVLINK3, 600, "NVIDIA A100 Tensor Core GPU data sheet"),
     Device("A100 SXM 80GB", 80, 79.1, 2039, 312, None, _NVLINK3, 600, "NVIDIA A100 Tensor Core GPU data sheet"),
@@ -85,7 +83,9 @@ def find(name: str) -> Device:
     exact = [device for device in _DEVICES if _key(device.name) == wanted]
     if exact:
         return exact[0]
-    part = [device for device in _DEVICES if wanted and (wanted in _key(device.name) or _key(device.name) in wanted)]
+    part = [device for device in _DEVICES if wanted and wanted in _key(device.name)]
+    if not part:
+        part = sorted((d for d in _DEVICES if _key(d.name) in wanted), key=lambda d: -len(_key(d.name)))[:1]
     if len(part) == 1:
         return part[0]
     known = ", ".join(device.name for device in part or _DEVICES)
