@@ -11,27 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from kvsteward.errors import ConfigError
 from kvsteward.ledger.alloc import llamacpp, sglang, transformers, vllm
+from kvsteward.ledger.figures import Figure, table
 from kvsteward.ledger.spec import FormatChoice, ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One line of an account: a value, its unit, the formula with the numbers in it, and where the rule is from."""
-
-    name: str
-    value: float
-    unit: str
-    formula: str
-    source: str
-
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "name": self.name,
-            "value": self.value,
-            "unit": self.unit,
-            "formula": self.formula,
-            "source": self.source,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +46,10 @@ class Capacity:
 
     def __int__(self) -> int:
         return self.tokens
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Name, value, formula, source: one row a figure."""
+        return table(self.figures)
 
     def to_dict(self) -> dict[str, object]:
         return {

@@ -1,7 +1,7 @@
 """GPUs as a planner needs them: memory, bandwidth, arithmetic, links, each from its data sheet.
 
-Knows no driver and measures nothing. Invariant: arithmetic is dense (no sparsity), bandwidth is the sheet's peak, memory
-is the sheet's capacity in GiB; `usable_gib` is what CUDA or ROCm reports of it, a little less.
+Knows no driver and measures nothing. Invariant: arithmetic is dense (no sparsity), bandwidth is the sheet's peak,
+memory is the sheet's capacity in GiB; `usable_gib` is what CUDA or ROCm reports of it, a little less.
 """
 
 from __future__ import annotations

@@ -163,13 +163,10 @@ class ModelSpec:
         """How many decoder layers are of this kind."""
         return sum(1 for layer in self.layers if layer.kind is kind)
 
-    def with_draft(self) -> ModelSpec:
-        """The same model with its built-in draft layers in the decoder, as an engine with MTP allocates it."""
-        return replace_layers(self, (*self.layers, *self.draft_layers))
-
-
-def replace_layers(spec: ModelSpec, layers: tuple[Layer, ...]) -> ModelSpec:
-    return replace(spec, layers=layers)
+    def with_draft(self, draft: ModelSpec | None = None) -> ModelSpec:
+        """The model with the layers of `draft`, or of its built-in one (MTP), as an engine that drafts allocates it."""
+        more = self.draft_layers if draft is None else draft.layers
+        return replace(self, layers=(*self.layers, *more))
 
 
 def layer_bytes(
