@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -42,9 +42,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def until(condition: object, limit_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
     async with asyncio.timeout(limit_s):
-        while not condition():  # type: ignore[operator]
+        while not condition():  # noqa: ASYNC110 - a process has no event to wait for
             await asyncio.sleep(0.02)
 
 

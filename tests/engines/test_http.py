@@ -16,7 +16,9 @@ from kvsteward.errors import ConfigError, EngineError, EngineTimeoutError, Engin
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 REQUEST = EngineRequest("/v1/chat/completions", b"{}", "r1")
 OK = b"HTTP/1.1 200 OK\r\n"
-CHUNKED = OK + b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\nX-Odd: 1\r\nKeep-Alive: timeout=5\r\n\r\n"
+CHUNKED = (
+    OK + b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\nX-Odd: 1\r\nKeep-Alive: timeout=5\r\n\r\n"
+)
 
 
 class Server:
@@ -25,6 +27,7 @@ class Server:
     def __init__(self) -> None:
         self.heads: list[bytes] = []
         self.connections = 0
+        self.asked = asyncio.Event()
         self.ended = asyncio.Event()
         self.url = ""
 
@@ -38,6 +41,7 @@ async def serving(answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> 
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 server.heads.append(head)
+                server.asked.set()
                 length = next((int(h[15:]) for h in head.split(b"\r\n") if h.lower().startswith(b"content-length:")), 0)
                 await reader.readexactly(length)
                 await answer(writer)
@@ -153,8 +157,7 @@ async def test_leaving_unread_closes_the_socket_even_when_the_caller_fails() -> 
 async def test_cancelling_a_wait_for_the_head_closes_the_socket() -> None:
     async with serving(sends()) as server, client(server.url) as engine:
         task = asyncio.create_task(body_of(engine))
-        while not server.heads:
-            await asyncio.sleep(0.01)
+        await server.asked.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -240,7 +243,7 @@ def test_context_limit_of_a_model_card(card: dict[str, object], limit: int | Non
     [
         (b'{"a":1.10,"b":[1e400]}', b'{"id_slot":3,"a":1.10,"b":[1e400]}'),
         (b"{}", b'{"id_slot":3}'),
-        (b' \n{ }', b'{"id_slot":3 }'),
+        (b" \n{ }", b'{"id_slot":3 }'),
         (b"[1]", b"[1]"),
         (b"", b""),
     ],
