@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import orjson
 import pytest
 from blockbuster import blockbuster_ctx
 from tests.engines.conftest import PLAIN, chat, events, read
@@ -124,8 +125,10 @@ async def test_close_ends_the_child() -> None:
     await engine.start()
     pid = engine.pid
     assert pid is not None
+    began = time.monotonic()
     await engine.close()
     assert not alive(pid)
+    assert time.monotonic() - began < 3  # it ended by itself: a kill would come after 5 s
     with pytest.raises(EngineUnavailableError):
         await read(engine, chat(PLAIN))
 
@@ -164,6 +167,37 @@ def test_the_child_never_outlives_its_parent(how: signal.Signals) -> None:
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(pid)
+
+
+FOSTER = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-m", "kvsteward.engines.embedded_child"], stdout=subprocess.PIPE)
+print(child.pid, flush=True)
+child.stdout.readline()
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_the_child_dies_with_its_parent_even_if_its_stdin_stays_open() -> None:
+    engine = EmbeddedEngine(EmbeddedOptions(slots=1, context_tokens=256, threads=1))
+    pipe = subprocess.PIPE
+    parent = subprocess.Popen([sys.executable, "-c", FOSTER], stdin=pipe, stdout=pipe)
+    assert parent.stdin is not None and parent.stdout is not None
+    params = engine._child_params(describe_gguf(default_model())) | {"parent_pid": parent.pid}
+    parent.stdin.write(orjson.dumps(params, default=list) + b"\n")
+    parent.stdin.flush()
+    pid = int(parent.stdout.readline())
+    assert parent.stdout.readline() == b"up\n"
+    parent.kill()
+    parent.wait(10)
+    deadline = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(pid)
+    parent.stdin.close()
+    parent.stdout.close()
 
 
 async def test_a_missing_model_file_is_named_in_the_error() -> None:
