@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvsteward.context.distill.meter import Meter
-from kvsteward.context.distill.salience import Focus, Seen, error_weight, is_value, values_of, whole_values
+from kvsteward.context.distill.salience import Focus, Seen, error_weight, is_value, rareness, values_of, whole_values
 
 GAP_TOKENS = 5
 _VALUES_SHARE = 0.3
@@ -83,7 +83,8 @@ def choose(
     """The units worth most per token within the limit, and their values; each gap between them costs `gap_tokens`."""
     values = [unit.words() for unit in units]
     seen = Seen(Counter(value for each in values for value in each), set(known))
-    static = [_static(unit, i, len(units), focus) for i, unit in enumerate(units)]
+    near = nearness([unit.text for unit in units], focus)
+    static = [_static(unit, i, len(units), near[i]) for i, unit in enumerate(units)]
 
     def density(i: int) -> float:
         return (static[i] + seen.gain(values[i])) / (costs[i] + gap_tokens * 0.6)
@@ -107,10 +108,18 @@ def choose(
     return chosen, seen
 
 
-def _static(unit: Unit, i: int, total: int, focus: Focus) -> float:
+def nearness(texts: Sequence[str], focus: Focus) -> list[float]:
+    """For each text its relation to what is looked for; words that many of the texts hold count little. At most 6."""
+    hits = [focus.hits(text) for text in texts]
+    frequency = Counter(word for found in hits for word in found)
+    weight = {word: rareness(times, len(texts)) for word, times in frequency.items()}
+    return [min(6.0, sum(w * weight[word] for word, w in found.items())) for found in hits]
+
+
+def _static(unit: Unit, i: int, total: int, near: float) -> float:
     edge = min(i, (total - 1 - i) * 1.5)
     position = 3.0 / (1.0 + edge)
-    return unit.prior + position + 1.5 * focus.weight(unit.text) + 1.2 * error_weight(unit.text)
+    return unit.prior + position + 1.5 * near + 1.2 * error_weight(unit.text)
 
 
 def head_first(units: Sequence[Unit], costs: Sequence[float], limit: float, focus: Focus) -> set[int]:

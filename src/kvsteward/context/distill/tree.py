@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvsteward.context.distill.asked import asked_parts
 from kvsteward.context.distill.base import Hints
 from kvsteward.context.distill.columns import Table
 from kvsteward.context.distill.meter import Meter
@@ -20,6 +21,8 @@ from kvsteward.context.distill.salience import Focus, focus_of
 MAX_LEAVES = 20_000
 _MAX_DEPTH = 40
 _MIN_BLOCK_TOKENS = 24
+_TIGHT_TOKENS = 120
+_ASKED_SHARE = 0.3
 _LONG_TEXT_CHARS = 240
 
 
@@ -45,8 +48,20 @@ class _Block:
 
 
 def show(value: Any, limit_tokens: float, hints: Hints, meter: Meter) -> Shown:
-    """The tree within about the limit."""
-    return _show(_unnest(value), float(limit_tokens), focus_of(hints), meter, 0)
+    """The tree within about the limit: what was asked for first, then the whole in outline."""
+    value = _unnest(value)
+    focus = focus_of(hints)
+    if cost_of(value, meter) <= limit_tokens * 0.6:
+        return _show(value, float(limit_tokens), focus, meter, 0)
+    tight = limit_tokens <= _TIGHT_TOKENS
+    asked = asked_parts(value, focus, limit_tokens * (0.8 if tight else _ASKED_SHARE), meter)
+    lines = [part.line() for part in asked]
+    room = limit_tokens - sum(meter.tokens(line) + 1 for line in lines)
+    rest = _show(value, room - 1, focus, meter, 0) if room >= _MIN_BLOCK_TOKENS else Shown("", "all but what was asked")
+    head = "\n".join(lines)
+    if head and rest.text:
+        return Shown(f"asked:\n{head}\nall:\n{rest.text}", rest.note)
+    return Shown(head or rest.text, rest.note)
 
 
 def _unnest(value: Any) -> Any:
@@ -322,8 +337,8 @@ def cost_of(value: Any, meter: Meter) -> float:
         sample = value[:2_000]
         return meter.tokens(sample) * len(value) / max(1, len(sample))
     if isinstance(value, list):
-        sample = value[:: max(1, len(value) // 20)][:20]
-        return sum(meter.tokens(inline(item)[:2_000]) for item in sample) * len(value) / max(1, len(sample)) * 0.7
+        items = value[:: max(1, len(value) // 20)][:20]
+        return sum(meter.tokens(inline(item)[:2_000]) for item in items) * len(value) / max(1, len(items)) * 0.7
     return meter.tokens(inline(value)[:4_000])
 
 
