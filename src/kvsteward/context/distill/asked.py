@@ -17,7 +17,10 @@ _MAX_PARTS = 8_000
 _MAX_DEPTH = 30
 _MAX_ROW_FIELDS = 14
 _MAX_VALUE_CHARS = 300
-_NEAR_BEST = 0.6
+_NEAR_BEST = 0.5
+_MAX_RANKED = 60
+_MAX_CHOSEN = 20
+_MAX_PART_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +34,15 @@ class Part:
         """The part in one line."""
         return f"{self.path}: {self.value}"
 
+    def narrowed(self, focus: Focus) -> str:
+        """The line with only those fields of a row that are looked for, and its first."""
+        fields = self.value.split(", ")
+        kept = [field for at, field in enumerate(fields) if not at or focus.hits(field)]
+        return f"{self.path}: {', '.join(kept)}"
 
-def asked_parts(value: Any, focus: Focus, limit_tokens: float, meter: Meter) -> list[Part]:
-    """The parts that match the question best, in document order, within the limit; none if none stands out."""
+
+def asked_parts(value: Any, focus: Focus, limit_tokens: float, meter: Meter) -> list[str]:
+    """Lines of the parts that match the question best, in document order, within the limit; none if none stands out."""
     if not (focus.asked or focus.exact):
         return []
     parts = [part for part, _ in zip(_parts(value), range(_MAX_PARTS), strict=False)]
@@ -43,15 +52,30 @@ def asked_parts(value: Any, focus: Focus, limit_tokens: float, meter: Meter) -> 
     best = max(scores, default=0.0)
     if best < 0.5:
         return []
-    ranked = sorted((i for i, score in enumerate(scores) if score >= _NEAR_BEST * best), key=lambda i: (-scores[i], i))
-    chosen: list[int] = []
+    chosen: dict[int, str] = {}
+    covered: set[str] = set()
     spent = 0.0
-    for i in ranked:
-        price = meter.tokens(parts[i].line()) + 1
+    order = sorted((i for i, score in enumerate(scores) if score > 0), key=lambda i: (-scores[i], i))[:_MAX_RANKED]
+    while order and len(chosen) < _MAX_CHOSEN:
+        gains = [_gain(hits[i], covered, frequency, len(parts)) for i in order]
+        top = max(gains)
+        if top < _NEAR_BEST * best and covered:
+            break
+        i = order.pop(gains.index(top))
+        line = parts[i].line()
+        if meter.tokens(line) > min(limit_tokens - spent, _MAX_PART_SHARE * limit_tokens):
+            line = parts[i].narrowed(focus)
+        price = meter.tokens(line) + 1
         if spent + price <= limit_tokens:
-            chosen.append(i)
+            chosen[i] = line
             spent += price
-    return [parts[i] for i in sorted(chosen)]
+            covered.update(hits[i])
+    return [chosen[i] for i in sorted(chosen)]
+
+
+def _gain(found: Mapping[str, float], covered: set[str], frequency: Mapping[str, int], total: int) -> float:
+    """The weight of the looked-for words that a part holds; those that a chosen part holds already count half."""
+    return sum(w * rareness(frequency[word], total) * (0.5 if word in covered else 1.0) for word, w in found.items())
 
 
 def _parts(value: Any) -> Iterator[Part]:

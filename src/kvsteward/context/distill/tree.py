@@ -23,6 +23,7 @@ _MAX_DEPTH = 40
 _MIN_BLOCK_TOKENS = 24
 _TIGHT_TOKENS = 120
 _ASKED_SHARE = 0.3
+_HOPELESS = 5.0
 _LONG_TEXT_CHARS = 240
 
 
@@ -51,17 +52,18 @@ def show(value: Any, limit_tokens: float, hints: Hints, meter: Meter) -> Shown:
     """The tree within about the limit: what was asked for first, then the whole in outline."""
     value = _unnest(value)
     focus = focus_of(hints)
-    if cost_of(value, meter) <= limit_tokens * 0.6:
-        return _show(value, float(limit_tokens), focus, meter, 0)
+    if cost_of(value, meter) <= _HOPELESS * limit_tokens:
+        whole = _show(value, float(limit_tokens), focus, meter, 0)
+        if not whole.note:
+            return whole
     tight = limit_tokens <= _TIGHT_TOKENS
     asked = asked_parts(value, focus, limit_tokens * (0.8 if tight else _ASKED_SHARE), meter)
-    lines = [part.line() for part in asked]
-    room = limit_tokens - sum(meter.tokens(line) + 1 for line in lines)
+    if not asked:
+        return _show(value, float(limit_tokens), focus, meter, 0)
+    room = limit_tokens - sum(meter.tokens(line) + 1 for line in asked) - 4
     rest = _show(value, room - 1, focus, meter, 0) if room >= _MIN_BLOCK_TOKENS else Shown("", "all but what was asked")
-    head = "\n".join(lines)
-    if head and rest.text:
-        return Shown(f"asked:\n{head}\nall:\n{rest.text}", rest.note)
-    return Shown(head or rest.text, rest.note)
+    head = "\n".join(asked)
+    return Shown(f"asked:\n{head}\nall:\n{rest.text}" if rest.text else head, rest.note)
 
 
 def _unnest(value: Any) -> Any:
