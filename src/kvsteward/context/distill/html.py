@@ -162,7 +162,7 @@ class _Lines:
             self._parts.append(f"[{href}]")
 
     def _described(self, node: LexborNode) -> None:
-        told = [node.attributes.get(name) for name in ("alt", "name", "type", "value", "placeholder")]
+        told = [node.attributes.get(name) for name in ("alt", "name", "value", "placeholder")]
         text = " ".join(t for t in told if t)[:120]
         if text:
             self._parts.append(f"({text})")

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from kvsteward.context.distill.meter import Meter
 from kvsteward.context.distill.salience import Focus, Seen, error_weight, is_value, rareness, values_of, whole_values
 
-GAP_TOKENS = 5
+GAP_TOKENS = 4
 _VALUES_SHARE = 0.3
+_END_SHARE = 0.15
 _MAX_UNITS = 40_000
 _MAX_VALUES = 4_000
 
@@ -91,10 +92,14 @@ def choose(
 
     heap = [(-density(i), i) for i in range(len(units)) if units[i].text.strip()]
     heapq.heapify(heap)
-    chosen: set[int] = set()
-    spent = gap_tokens
+    chosen = _ends(units, costs, limit)
+    spent = gap_tokens + sum(costs[i] for i in chosen)
+    for i in sorted(chosen):
+        seen.keep(values[i])
     while heap and spent < limit:
         promised, i = heapq.heappop(heap)
+        if i in chosen:
+            continue
         now = -density(i)
         if heap and now > heap[0][0] + 1e-12 and now > promised:
             heapq.heappush(heap, (now, i))
@@ -120,6 +125,13 @@ def _static(unit: Unit, i: int, total: int, near: float) -> float:
     edge = min(i, (total - 1 - i) * 1.5)
     position = 3.0 / (1.0 + edge)
     return unit.prior + position + 1.5 * near + 1.2 * error_weight(unit.text)
+
+
+def _ends(units: Sequence[Unit], costs: Sequence[float], limit: float) -> set[int]:
+    """The first and the last unit that hold something, if they are cheap: a text is known by its ends."""
+    filled = [i for i in range(len(units)) if units[i].text.strip()]
+    ends = {*filled[:1], *filled[-1:]}
+    return {i for i in ends if costs[i] <= _END_SHARE * limit}
 
 
 def head_first(units: Sequence[Unit], costs: Sequence[float], limit: float, focus: Focus) -> set[int]:
@@ -154,16 +166,17 @@ def uniform(units: Sequence[Unit]) -> bool:
 def _render(units: Sequence[Unit], chosen: set[int], noun: str, joiner: str) -> str:
     parts: list[str] = []
     gap = 0
-    for i, unit in enumerate(units):
-        if i in chosen:
+    named = False
+    for i, unit in enumerate([*units, None]):
+        if unit is None or i in chosen:
             if gap:
-                parts.append(f"… {gap} {noun}")
+                parts.append(f"… {gap}" if named else f"… {gap} {noun}")
+                named = True
             gap = 0
-            parts.append(unit.text)
+            if unit is not None:
+                parts.append(unit.text)
         elif unit.text.strip():
             gap += 1
-    if gap:
-        parts.append(f"… {gap} {noun}")
     return joiner.join(parts)
 
 

@@ -16,6 +16,7 @@ from kvsteward.context.distill.base import Hints
 _WORD = re.compile(r"\w+")
 _NUMBER = re.compile(r"\d[\d,]*\.?\d*")
 _CHUNK = re.compile(r"[^\s\"'`<>()\[\]{},;|=]+")
+_SIGN = re.compile(r"\W")
 _CAMEL = re.compile(r"[a-z][A-Z]")
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _ERROR = re.compile(
@@ -129,6 +130,7 @@ _STOP = frozenset(
     ]
 )
 _MAX_VALUE_CHARS = 160
+_ACRONYM_WEIGHT = 0.4
 _MAX_WORD_CHARS = 64
 
 
@@ -168,19 +170,20 @@ def whole_values(text: str) -> list[str]:
     for chunk in _CHUNK.findall(text):
         if len(chunk) > _MAX_VALUE_CHARS:
             continue
-        value = chunk.strip(".:!?*#-\\&%")
-        if len(value) >= 3 and (is_value(value) or (not value.isalpha() and _compound(value))):
+        value = chunk.strip(".:!?*#-+\\&%")
+        if len(value) >= 3 and (_compound(value) if _SIGN.search(value) else is_value(value)):
             found.append(value)
     return found
 
 
 def _compound(value: str) -> bool:
-    letters = any(map(str.isalnum, value))
-    if not letters:
-        return False
-    if "@" in value or "/" in value:
-        return len(value) >= 5
-    return any(is_value(word) for word in _WORD.findall(value)) or ("." in value and value[-1].isalpha())
+    """True for a path, an address, a version, a dotted or hyphenated name that holds a value; not for `and/or`."""
+    words = _WORD.findall(value)
+    if "@" in value:
+        return len(words) >= 2
+    if value.count("/") >= 2 or (value.startswith(("/", "./", "~/")) and len(value) >= 5):
+        return any(word.isalnum() for word in words)
+    return any(is_value(word) for word in words) or ("." in value and value[-1].isalpha() and len(words) >= 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +252,11 @@ def error_weight(text: str) -> float:
     return 1.0 if _ERROR.search(text) else 0.0
 
 
+def _kind(value: str) -> float:
+    """An acronym is asked for less often than an id, a number or a name."""
+    return _ACRONYM_WEIGHT if value.isalpha() and value.isupper() else 1.0
+
+
 def rarity(occurrences: int) -> float:
     """Weight of a value that stands `occurrences` times in the text: 1 if once, falling slowly."""
     return 1.0 / (1.0 + 0.35 * math.log2(max(1, occurrences)))
@@ -268,7 +276,7 @@ class Seen:
 
     def gain(self, values: Iterable[str]) -> float:
         """What keeping these values would add."""
-        return sum(rarity(self.frequency[v]) for v in set(values) if v not in self.kept)
+        return sum(_kind(v) * rarity(self.frequency[v]) for v in set(values) if v not in self.kept)
 
     def keep(self, values: Iterable[str]) -> None:
         """Note these values as kept."""
