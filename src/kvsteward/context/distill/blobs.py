@@ -19,6 +19,7 @@ _READABLE = re.compile(r"[A-Za-z0-9_./:@%+ -]{5,200}")
 _BASE64 = re.compile(r"[A-Za-z0-9+/=_-]{60,}")
 _SAMPLE_CHARS = 30_000
 _MAX_SHOWN = 4_000
+_MAX_HEAD_TOKENS = 80.0
 _HASH_CHARS = 16
 
 
@@ -36,7 +37,7 @@ class Blobs(Distiller):
         lines = text.count("\n") + 1
         first = f"{named}, {len(text)} chars, {lines} lines, sha256 {digest}"
         meter = calibrated(text, count)
-        head = _head(text, (limit_tokens - meter.tokens(first)) * 0.35, meter)
+        head = _head(text, min(_MAX_HEAD_TOKENS, (limit_tokens - meter.tokens(first)) * 0.35), meter)
         found = readable(text, named)
         room = limit_tokens - meter.tokens(first) - meter.tokens(head) - 6
         body = ""

@@ -10,11 +10,12 @@ import re
 from selectolax.lexbor import LexborHTMLParser, LexborNode
 
 from kvsteward.context.distill.base import CountTokens, Distillate, Distiller, Hints
+from kvsteward.context.distill.lines import wrapped
 from kvsteward.context.distill.meter import calibrated
 from kvsteward.context.distill.pack import Unit, pack
 from kvsteward.context.distill.salience import focus_of
 
-MAX_CHARS = 1_500_000
+MAX_CHARS = 600_000
 MAX_NODES = 60_000
 _HEAD_CHARS = 3_000
 _DROPPED = ("script", "style", "noscript", "svg", "template", "iframe", "head > link", "head > meta")
@@ -62,6 +63,12 @@ _BLOCK = frozenset(
 )
 _TAG = re.compile(r"<(?:!doctype html|html|head|body|div|table|ul|p|h[1-6]|a|span|form)[\s>]", re.IGNORECASE)
 _LINE_CHARS = 600
+_MAX_OPEN = 400
+_OPEN = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]{0,15})")
+_ANY_TAG = re.compile(r"<[^<>]{0,4000}>")
+_SELF_CLOSED = frozenset(
+    "p li td th tr dt dd option tbody thead area base br col embed hr img input link meta source track wbr".split()
+)
 
 
 class Html(Distiller):
@@ -85,6 +92,8 @@ class Html(Distiller):
 
 def page_units(html: str) -> list[Unit]:
     """The page's lines of text, headings marked with #, cells joined with |, targets of links in brackets."""
+    if _open_depth(html) > _MAX_OPEN:
+        return [Unit(line) for line in wrapped(_ANY_TAG.sub("\n", html)) if line.strip()]
     parser = LexborHTMLParser(html)
     parser.strip_tags(list(_DROPPED[:6]))
     root = parser.root
@@ -97,6 +106,16 @@ def page_units(html: str) -> list[Unit]:
         lines.take(node)
     lines.end()
     return lines.units
+
+
+def _open_depth(html: str) -> int:
+    """How many elements are open at most. The parser's time grows with the square of that, so it must be bounded."""
+    depth = deepest = 0
+    for closing, name in _OPEN.findall(html):
+        if name.lower() not in _SELF_CLOSED:
+            depth = max(0, depth - 1) if closing else depth + 1
+            deepest = max(deepest, depth)
+    return deepest
 
 
 class _Lines:
@@ -143,7 +162,7 @@ class _Lines:
             self._parts.append(f"[{href}]")
 
     def _described(self, node: LexborNode) -> None:
-        told = [node.attributes.get(name) for name in ("alt", "name", "type", "value", "placeholder")]
+        told = [node.attributes.get(name) for name in ("alt", "name", "value", "placeholder")]
         text = " ".join(t for t in told if t)[:120]
         if text:
             self._parts.append(f"({text})")

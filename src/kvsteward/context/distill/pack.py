@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvsteward.context.distill.meter import Meter
-from kvsteward.context.distill.salience import Focus, Seen, error_weight, is_value, values_of, whole_values
+from kvsteward.context.distill.salience import Focus, Seen, error_weight, is_value, rareness, values_of, whole_values
 
-GAP_TOKENS = 5
+GAP_TOKENS = 4
 _VALUES_SHARE = 0.3
+_END_SHARE = 0.15
 _MAX_UNITS = 40_000
 _MAX_VALUES = 4_000
 
@@ -83,17 +84,22 @@ def choose(
     """The units worth most per token within the limit, and their values; each gap between them costs `gap_tokens`."""
     values = [unit.words() for unit in units]
     seen = Seen(Counter(value for each in values for value in each), set(known))
-    static = [_static(unit, i, len(units), focus) for i, unit in enumerate(units)]
+    near = nearness([unit.text for unit in units], focus)
+    static = [_static(unit, i, len(units), near[i]) for i, unit in enumerate(units)]
 
     def density(i: int) -> float:
         return (static[i] + seen.gain(values[i])) / (costs[i] + gap_tokens * 0.6)
 
     heap = [(-density(i), i) for i in range(len(units)) if units[i].text.strip()]
     heapq.heapify(heap)
-    chosen: set[int] = set()
-    spent = gap_tokens
+    chosen = _ends(units, costs, limit)
+    spent = gap_tokens + sum(costs[i] for i in chosen)
+    for i in sorted(chosen):
+        seen.keep(values[i])
     while heap and spent < limit:
         promised, i = heapq.heappop(heap)
+        if i in chosen:
+            continue
         now = -density(i)
         if heap and now > heap[0][0] + 1e-12 and now > promised:
             heapq.heappush(heap, (now, i))
@@ -107,10 +113,25 @@ def choose(
     return chosen, seen
 
 
-def _static(unit: Unit, i: int, total: int, focus: Focus) -> float:
+def nearness(texts: Sequence[str], focus: Focus) -> list[float]:
+    """For each text its relation to what is looked for; words that many of the texts hold count little. At most 6."""
+    hits = [focus.hits(text) for text in texts]
+    frequency = Counter(word for found in hits for word in found)
+    weight = {word: rareness(times, len(texts)) for word, times in frequency.items()}
+    return [min(6.0, sum(w * weight[word] for word, w in found.items())) for found in hits]
+
+
+def _static(unit: Unit, i: int, total: int, near: float) -> float:
     edge = min(i, (total - 1 - i) * 1.5)
     position = 3.0 / (1.0 + edge)
-    return unit.prior + position + 1.5 * focus.weight(unit.text) + 1.2 * error_weight(unit.text)
+    return unit.prior + position + 1.5 * near + 1.2 * error_weight(unit.text)
+
+
+def _ends(units: Sequence[Unit], costs: Sequence[float], limit: float) -> set[int]:
+    """The first and the last unit that hold something, if they are cheap: a text is known by its ends."""
+    filled = [i for i in range(len(units)) if units[i].text.strip()]
+    ends = {*filled[:1], *filled[-1:]}
+    return {i for i in ends if costs[i] <= _END_SHARE * limit}
 
 
 def head_first(units: Sequence[Unit], costs: Sequence[float], limit: float, focus: Focus) -> set[int]:
@@ -145,16 +166,17 @@ def uniform(units: Sequence[Unit]) -> bool:
 def _render(units: Sequence[Unit], chosen: set[int], noun: str, joiner: str) -> str:
     parts: list[str] = []
     gap = 0
-    for i, unit in enumerate(units):
-        if i in chosen:
+    named = False
+    for i, unit in enumerate([*units, None]):
+        if unit is None or i in chosen:
             if gap:
-                parts.append(f"… {gap} {noun}")
+                parts.append(f"… {gap}" if named else f"… {gap} {noun}")
+                named = True
             gap = 0
-            parts.append(unit.text)
+            if unit is not None:
+                parts.append(unit.text)
         elif unit.text.strip():
             gap += 1
-    if gap:
-        parts.append(f"… {gap} {noun}")
     return joiner.join(parts)
 
 

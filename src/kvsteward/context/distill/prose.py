@@ -16,6 +16,7 @@ _END = re.compile(r"(?<=[.!?;])\s+|\n\s*\n|\n(?=[-*#•])")
 _CAPITALISED = re.compile(r"(?<=[a-z,] )[A-Z][a-z]+")
 _MAX_SENTENCE_CHARS = 400
 _SAMPLE_CHARS = 20_000
+_MEAN_LINE_CHARS = 45
 
 
 def sentences(text: str) -> list[str]:
@@ -42,6 +43,9 @@ class Prose(Distiller):
         sample = text[:_SAMPLE_CHARS]
         letters = sum(map(str.isalpha, sample)) + sample.count(" ")
         ends = len(re.findall(r"[a-z\"'’)][.!?][\s\"'’]", sample))
+        lines = [line for line in sample.split("\n") if line.strip()]
+        if sum(map(len, lines)) < _MEAN_LINE_CHARS * len(lines):
+            return False
         return letters > 0.88 * len(sample) and ends * 400 > len(sample)
 
     def distil(self, text: str, limit_tokens: int, hints: Hints, count: CountTokens) -> Distillate | None:

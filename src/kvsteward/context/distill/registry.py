@@ -24,6 +24,7 @@ from kvsteward.context.distill.traces import Traces
 from kvsteward.context.distill.window import windowed
 
 _TRIES = 4
+_HUGE_CHARS = 1_000_000
 _FULL_ENOUGH = 0.88
 
 
@@ -74,7 +75,7 @@ def _fitted(kind: Distiller, text: str, limit: int, hints: Hints, count: CountTo
     best: Distillate | None = None
     best_tokens = 0
     low, high, aim = 0.0, float("inf"), float(limit)
-    for _ in range(_TRIES):
+    for _ in range(_TRIES if len(text) < _HUGE_CHARS else 2):
         found = kind.distil(text, max(1, int(aim)), hints, count)
         if found is None:
             return best

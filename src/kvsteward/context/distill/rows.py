@@ -270,6 +270,8 @@ def _some_cells(plan: _Plan, column: int, limit: float) -> tuple[str, set[str]]:
     size = f"{table.total} rows, {len(kept)} named: "
     found = {cells[r] for r in kept}
     if group not in (None, column):
+        group = _group_column(table, [int(group or 0), column], kept)
+    if group not in (None, column):
         return size + "\n" + _grouped(table, [int(group or 0), column], kept, int(group or 0)), found
     label = f"{table.label(column)}: " if table.headed else ""
     return size + label + listing(_with_gaps(cells, kept)), found

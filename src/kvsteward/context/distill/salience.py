@@ -16,6 +16,7 @@ from kvsteward.context.distill.base import Hints
 _WORD = re.compile(r"\w+")
 _NUMBER = re.compile(r"\d[\d,]*\.?\d*")
 _CHUNK = re.compile(r"[^\s\"'`<>()\[\]{},;|=]+")
+_SIGN = re.compile(r"\W")
 _CAMEL = re.compile(r"[a-z][A-Z]")
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _ERROR = re.compile(
@@ -129,6 +130,7 @@ _STOP = frozenset(
     ]
 )
 _MAX_VALUE_CHARS = 160
+_ACRONYM_WEIGHT = 0.4
 _MAX_WORD_CHARS = 64
 
 
@@ -168,19 +170,20 @@ def whole_values(text: str) -> list[str]:
     for chunk in _CHUNK.findall(text):
         if len(chunk) > _MAX_VALUE_CHARS:
             continue
-        value = chunk.strip(".:!?*#-\\&%")
-        if len(value) >= 3 and (is_value(value) or (not value.isalpha() and _compound(value))):
+        value = chunk.strip(".:!?*#-+\\&%")
+        if len(value) >= 3 and (_compound(value) if _SIGN.search(value) else is_value(value)):
             found.append(value)
     return found
 
 
 def _compound(value: str) -> bool:
-    letters = any(map(str.isalnum, value))
-    if not letters:
-        return False
-    if "@" in value or "/" in value:
-        return len(value) >= 5
-    return any(is_value(word) for word in _WORD.findall(value)) or ("." in value and value[-1].isalpha())
+    """True for a path, an address, a version, a dotted or hyphenated name that holds a value; not for `and/or`."""
+    words = _WORD.findall(value)
+    if "@" in value:
+        return len(words) >= 2
+    if value.count("/") >= 2 or (value.startswith(("/", "./", "~/")) and len(value) >= 5):
+        return any(word.isalnum() for word in words)
+    return any(is_value(word) for word in words) or ("." in value and value[-1].isalpha() and len(words) >= 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,22 +196,34 @@ class Focus:
     """Stems of the mentions and of the call's own arguments."""
     exact: frozenset[str]
     """Values that the question, the mentions or the arguments name, as they stand."""
+    beginnings: frozenset[str]
+    """The first four letters of each asked stem."""
 
     def names(self, text: str) -> bool:
         """True if the text holds a value that was named."""
         return bool(self.exact) and (text.strip() in self.exact or not self.exact.isdisjoint(_WORD.findall(text)))
 
+    def hits(self, text: str) -> dict[str, float]:
+        """The looked-for words that stand in the text, with their weights: a named value 1.5, an asked stem 1."""
+        if not (self.asked or self.exact or self.known):
+            return {}
+        found = {word: 1.5 for word in _WORD.findall(text) if word in self.exact}
+        for word in stems(text):
+            if word in self.asked:
+                found[f"~{word}"] = 1.0
+            elif word in self.known:
+                found[f"~{word}"] = 0.35
+            elif len(word) >= 4 and word[:4] in self.beginnings and any(_akin(word, other) for other in self.asked):
+                found[f"~{word}"] = 0.6
+        return found
+
     def weight(self, text: str) -> float:
-        """0 for no relation; 1 and more for each asked stem or named value in the text."""
-        if not (self.asked or self.exact):
-            return 0.0
-        total = 0.0
-        for word in set(_WORD.findall(text)):
-            if word in self.exact:
-                total += 1.5
-        found = stems(text)
-        total += len(found & self.asked) + 0.35 * len(found & self.known)
-        return min(total, 6.0)
+        """0 for no relation; 1 and more for each asked stem or named value in the text; at most 6."""
+        return min(6.0, sum(self.hits(text).values()))
+
+
+def _akin(a: str, b: str) -> bool:
+    return len(a) >= 4 and len(b) >= 4 and (a.startswith(b) or b.startswith(a))
 
 
 _MAX_HINT_CHARS = 20_000
@@ -221,8 +236,10 @@ def focus_of(hints: Hints) -> Focus:
     arguments = hints.arguments[:_MAX_HINT_CHARS]
     named = f"{question}\n{mentions}\n{arguments}"
     exact = {word for word in _WORD.findall(named) if is_value(word)} | {m for m in hints.mentions if 3 <= len(m) <= 80}
+    asked = stems(question)
     return Focus(
-        asked=frozenset(stems(question)),
+        asked=frozenset(asked),
+        beginnings=frozenset(word[:4] for word in asked if len(word) >= 4),
         known=frozenset(stems(f"{mentions}\n{arguments}\n{hints.tool_name}")),
         exact=frozenset(exact),
     )
@@ -235,9 +252,19 @@ def error_weight(text: str) -> float:
     return 1.0 if _ERROR.search(text) else 0.0
 
 
+def _kind(value: str) -> float:
+    """An acronym is asked for less often than an id, a number or a name."""
+    return _ACRONYM_WEIGHT if value.isalpha() and value.isupper() else 1.0
+
+
 def rarity(occurrences: int) -> float:
     """Weight of a value that stands `occurrences` times in the text: 1 if once, falling slowly."""
     return 1.0 / (1.0 + 0.35 * math.log2(max(1, occurrences)))
+
+
+def rareness(times: int, total: int) -> float:
+    """1 for a word that one part of many holds, near 0 for one that nearly all hold."""
+    return math.log((total + 1) / (times + 0.5)) / math.log((total + 1) / 1.5) if total > 1 else 1.0
 
 
 @dataclass(slots=True)
@@ -249,7 +276,7 @@ class Seen:
 
     def gain(self, values: Iterable[str]) -> float:
         """What keeping these values would add."""
-        return sum(rarity(self.frequency[v]) for v in set(values) if v not in self.kept)
+        return sum(_kind(v) * rarity(self.frequency[v]) for v in set(values) if v not in self.kept)
 
     def keep(self, values: Iterable[str]) -> None:
         """Note these values as kept."""

@@ -10,16 +10,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvsteward.context.distill.asked import asked_parts
 from kvsteward.context.distill.base import Hints
 from kvsteward.context.distill.columns import Table
 from kvsteward.context.distill.meter import Meter
-from kvsteward.context.distill.pack import Unit, pack
+from kvsteward.context.distill.pack import Unit, nearness, pack
 from kvsteward.context.distill.rows import MAX_COLUMNS, MAX_ROWS, lay
 from kvsteward.context.distill.salience import Focus, focus_of
 
 MAX_LEAVES = 20_000
 _MAX_DEPTH = 40
 _MIN_BLOCK_TOKENS = 24
+_TIGHT_TOKENS = 120
+_ASKED_SHARE = 0.3
+_HOPELESS = 5.0
+_OUTLINE = 3.0
+_EXPANDED_SHARE = 0.5
+_NAMES_SHARE = 0.3
 _LONG_TEXT_CHARS = 240
 
 
@@ -45,8 +52,21 @@ class _Block:
 
 
 def show(value: Any, limit_tokens: float, hints: Hints, meter: Meter) -> Shown:
-    """The tree within about the limit."""
-    return _show(_unnest(value), float(limit_tokens), focus_of(hints), meter, 0)
+    """The tree within about the limit: what was asked for first, then the whole in outline."""
+    value = _unnest(value)
+    focus = focus_of(hints)
+    if cost_of(value, meter) <= _HOPELESS * limit_tokens:
+        whole = _show(value, float(limit_tokens), focus, meter, 0)
+        if not whole.note:
+            return whole
+    tight = limit_tokens <= _TIGHT_TOKENS
+    asked = asked_parts(value, focus, limit_tokens * (0.8 if tight else _ASKED_SHARE), meter)
+    if not asked:
+        return _show(value, float(limit_tokens), focus, meter, 0)
+    room = limit_tokens - sum(meter.tokens(line) + 1 for line in asked) - 4
+    rest = _show(value, room - 1, focus, meter, 0) if room >= _MIN_BLOCK_TOKENS else Shown("", "all but what was asked")
+    head = "\n".join(asked)
+    return Shown(f"asked:\n{head}\nall:\n{rest.text}" if rest.text else head, rest.note)
 
 
 def _unnest(value: Any) -> Any:
@@ -191,16 +211,14 @@ def inline(value: Any, depth: int = 0) -> str:
 
 
 def _show_dict(value: Mapping[str, Any], limit: float, focus: Focus, meter: Meter, depth: int) -> Shown:
-    leaves, blocks = _divide(value, meter)
+    leaves, blocks = _divide(value, meter, limit)
     lines = [_line(leaf) for leaf in leaves]
     leaf_cost = sum(meter.tokens(line) + 1 for line in lines)
     blocks_cost = sum(block.cost for block in blocks)
+    names: list[str] = []
     if leaf_cost + blocks_cost > limit and blocks:
-        blocks, named = _affordable(blocks, limit, focus)
-        leaves += named
-        lines += [_line(leaf) for leaf in named]
-        leaf_cost += sum(meter.tokens(_line(leaf)) + 1 for leaf in named)
-        shares = _share(limit, leaf_cost, blocks, focus)
+        blocks, names = _affordable(blocks, limit, focus)
+        shares = _share(limit * (1 - _NAMES_SHARE if names else 1), leaf_cost, blocks, focus)
     else:
         shares = [limit, *(block.cost * 1.5 + 20 for block in blocks)]
     parts: list[str] = []
@@ -221,18 +239,22 @@ def _show_dict(value: Mapping[str, Any], limit: float, focus: Focus, meter: Mete
         parts.append(shown.text)
         if shown.note:
             notes.append(f"{block.path}: {shown.note}" if block.path else shown.note)
+    if names:
+        table = Table(("",), [(name,) for name in names[:MAX_ROWS]], len(names))
+        parts.append("others: " + lay(table, limit * _NAMES_SHARE - 2, focus, meter).text)
+        notes.append(f"the content of {len(names)} parts")
     return Shown("\n".join(part for part in parts if part), "; ".join(notes[:4]))
 
 
-def _affordable(blocks: list[_Block], limit: float, focus: Focus) -> tuple[list[_Block], list[_Leaf]]:
-    """The blocks that can each have a useful share, those related to the hints first; the others only by name and size."""
-    most = max(1, int(limit * 0.7 / (2 * _MIN_BLOCK_TOKENS)))
+def _affordable(blocks: list[_Block], limit: float, focus: Focus) -> tuple[list[_Block], list[str]]:
+    """The blocks that can each have a useful share, those related to the hints first, and the names of the others."""
+    most = max(1, int(limit * _EXPANDED_SHARE / (2 * _MIN_BLOCK_TOKENS)))
     if len(blocks) <= most:
         return blocks, []
-    ranked = sorted(range(len(blocks)), key=lambda i: (-focus.weight(blocks[i].path), blocks[i].path.count("."), i))
+    near = nearness([block.path for block in blocks], focus)
+    ranked = sorted(range(len(blocks)), key=lambda i: (-near[i], blocks[i].path.count("."), i))
     kept = set(ranked[:most])
-    named = [_Leaf(block.path, _size_of(block.value)) for i, block in enumerate(blocks) if i not in kept]
-    return [block for i, block in enumerate(blocks) if i in kept], named
+    return [b for i, b in enumerate(blocks) if i in kept], [b.path for i, b in enumerate(blocks) if i not in kept]
 
 
 def _show_block(block: _Block, share: float, focus: Focus, meter: Meter, depth: int) -> Shown:
@@ -275,13 +297,17 @@ def _leaf_prior(leaf: _Leaf) -> float:
     )
 
 
-def _divide(value: Mapping[str, Any], meter: Meter) -> tuple[list[_Leaf], list[_Block]]:
+def _divide(value: Mapping[str, Any], meter: Meter, limit: float) -> tuple[list[_Leaf], list[_Block]]:
     """Leaves of all small nested objects by path, and blocks: tables, lists, long texts."""
     leaves: list[_Leaf] = []
     blocks: list[_Block] = []
+    outline = _weigh(value) > _OUTLINE * limit
     stack: list[tuple[str, Any, int]] = [("", value, 0)]
     while stack and len(leaves) < MAX_LEAVES:
         path, node, depth = stack.pop()
+        if outline and depth and isinstance(node, Mapping) and _weigh(node) > _MIN_BLOCK_TOKENS:
+            blocks.append(_Block(path, node, _weigh(node)))
+            continue
         if isinstance(node, Mapping) and node and depth < _MAX_DEPTH:
             table = _table_of_dict(node, depth)
             if table is not None:
@@ -298,6 +324,23 @@ def _divide(value: Mapping[str, Any], meter: Meter) -> tuple[list[_Leaf], list[_
                 _Leaf(path, inline(node) if isinstance(node, list | Mapping) else " ".join(scalar(node).split()))
             )
     return leaves, blocks
+
+
+def _weigh(value: Any) -> float:
+    """About the tokens of all leaves below a value; stops counting at MAX_LEAVES."""
+    stack = [value]
+    chars = visited = 0
+    while stack and visited < MAX_LEAVES:
+        node = stack.pop()
+        visited += 1
+        if isinstance(node, Mapping):
+            chars += sum(len(str(key)) for key in node)
+            stack.extend(node.values())
+        elif isinstance(node, list):
+            stack.extend(node)
+        else:
+            chars += len(str(node)) + 2
+    return (chars + 4 * len(stack)) / 3.5
 
 
 def _table_of_dict(node: Mapping[str, Any], depth: int) -> list[dict[str, Any]] | None:
@@ -322,8 +365,8 @@ def cost_of(value: Any, meter: Meter) -> float:
         sample = value[:2_000]
         return meter.tokens(sample) * len(value) / max(1, len(sample))
     if isinstance(value, list):
-        sample = value[:: max(1, len(value) // 20)][:20]
-        return sum(meter.tokens(inline(item)[:2_000]) for item in sample) * len(value) / max(1, len(sample)) * 0.7
+        items = value[:: max(1, len(value) // 20)][:20]
+        return sum(meter.tokens(inline(item)[:2_000]) for item in items) * len(value) / max(1, len(items)) * 0.7
     return meter.tokens(inline(value)[:4_000])
 
 
