@@ -85,6 +85,22 @@ def serve(
     run(options)
 
 
+@app.command()
+def demo(
+    turns: Annotated[int, typer.Option(help="Turns of the session.")] = 120,
+    ctx: Annotated[int, typer.Option(help="KV budget of the session in tokens, for both modes.")] = 4_096,
+    data: Annotated[Path | None, typer.Option(help="Folder of recorded conversations (*.jsonl) to play.")] = None,
+    engine: Annotated[str, typer.Option(help="`embedded`, or the engine's URL.")] = "embedded",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a chart of resident tokens by turn to this file.")] = None,
+) -> None:
+    """Play one long agent session twice with the same KV budget: passed through, and managed."""
+    from kvsteward.lab.demo.run import DemoOptions
+    from kvsteward.lab.demo.show import show_demo
+
+    show_demo(DemoOptions(turns, ctx, data, engine), as_json=as_json, html=html)
+
+
 def main() -> None:
     """Runs the command line. An error of ours is one line and a hint, never a traceback."""
     try:
