@@ -114,10 +114,12 @@ async def _models(steward: Steward, _: Request, tenant: Tenant) -> Response:
     return json({"object": "list", "data": cards})
 
 
-async def _memory(steward: Steward, _: Request, tenant: Tenant) -> Response:
-    """The account. Blocks are the engine's where it reports them, else those that the session ledger implies."""
+async def _memory(steward: Steward, request: Request, tenant: Tenant) -> Response:
+    """The account. Blocks are the engine's where it reports them, else those that the session ledger implies. With
+    `?limit=N` only the N sessions that were used last."""
     info, load = steward.engine.info, steward.load
-    sessions = await steward.desk.call(steward.desk.store.list, tenant=tenant.name, limit=_MAX_PAGE)
+    limit = max(1, min(int(_number(request, "limit", _MAX_PAGE)), _MAX_PAGE))
+    sessions = await steward.desk.call(steward.desk.store.list, tenant=tenant.name, limit=limit)
     resident = steward.residency.total_tokens
     block = info.block_tokens or 1
     total = info.kv_capacity_tokens // block if info.kv_capacity_tokens else None
@@ -127,6 +129,7 @@ async def _memory(steward: Steward, _: Request, tenant: Tenant) -> Response:
     used = round(usage * total) if usage is not None and total else -(-resident // block)
     return json(
         {
+            "now_s": steward.wall(),
             "gpu_memory_utilization": None,
             "num_blocks_used": used,
             "num_blocks_total": total,
@@ -147,10 +150,19 @@ async def _memory(steward: Steward, _: Request, tenant: Tenant) -> Response:
     )
 
 
-async def _history(steward: Steward, request: Request, _: Tenant) -> Response:
-    """Samples of the last minutes, oldest first. With `?after=SECONDS` only newer ones."""
+async def _history(steward: Steward, request: Request, tenant: Tenant) -> Response:
+    """Samples of the last minutes, oldest first. With `?after=SECONDS` only newer ones. Sessions of other tenants are
+    counted, not named."""
     after = _number(request, "after", 0.0)
-    return json({"samples": [s for s in steward.samples if s["at_s"] > after]})
+    return json({"samples": [_own(s, tenant) for s in steward.samples if s["at_s"] > after]})
+
+
+def _own(sample: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
+    """A sample as one tenant may see it, with the ids that this tenant uses."""
+    prefix = storage_id(tenant.name, "")
+    own = {id_.removeprefix(prefix): tokens for id_, tokens in sample["sessions"].items() if id_.startswith(prefix)}
+    hidden = sum(sample["sessions"].values()) - sum(own.values())
+    return {**sample, "sessions": own, "other_tokens": sample["other_tokens"] + hidden}
 
 
 # -- sessions -----------------------------------------------------------------------------------------------------
