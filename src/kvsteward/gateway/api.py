@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from kvsteward import __version__
 from kvsteward.errors import EngineError, KVStewardError, NotFoundError, ProtocolError, StateError
-from kvsteward.gateway import turn
+from kvsteward.gateway import dashboard, turn
 from kvsteward.gateway.auth import tenant_of
 from kvsteward.gateway.desk import public_id, storage_id
 from kvsteward.gateway.relay import Exchange
@@ -53,6 +53,7 @@ def routes(steward: Steward) -> list[BaseRoute]:
         return Response(steward.telemetry.text(), media_type="text/plain; version=0.0.4")
 
     return [
+        *dashboard.routes(),
         Route("/health", health),
         Route("/metrics", metrics),
         route("/v1/models", _models),
