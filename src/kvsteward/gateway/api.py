@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from kvsteward import __version__
 from kvsteward.errors import EngineError, KVStewardError, NotFoundError, ProtocolError, StateError
-from kvsteward.gateway import turn
+from kvsteward.gateway import dashboard, turn
 from kvsteward.gateway.auth import tenant_of
 from kvsteward.gateway.desk import public_id, storage_id
 from kvsteward.gateway.relay import Exchange
@@ -53,6 +53,7 @@ def routes(steward: Steward) -> list[BaseRoute]:
         return Response(steward.telemetry.text(), media_type="text/plain; version=0.0.4")
 
     return [
+        *dashboard.routes(),
         Route("/health", health),
         Route("/metrics", metrics),
         route("/v1/models", _models),
@@ -114,10 +115,12 @@ async def _models(steward: Steward, _: Request, tenant: Tenant) -> Response:
     return json({"object": "list", "data": cards})
 
 
-async def _memory(steward: Steward, _: Request, tenant: Tenant) -> Response:
-    """The account. Blocks are the engine's where it reports them, else those that the session ledger implies."""
+async def _memory(steward: Steward, request: Request, tenant: Tenant) -> Response:
+    """The account. Blocks are the engine's where it reports them, else those that the session ledger implies. With
+    `?limit=N` only the N sessions that were used last."""
     info, load = steward.engine.info, steward.load
-    sessions = await steward.desk.call(steward.desk.store.list, tenant=tenant.name, limit=_MAX_PAGE)
+    limit = max(1, min(int(_number(request, "limit", _MAX_PAGE)), _MAX_PAGE))
+    sessions = await steward.desk.call(steward.desk.store.list, tenant=tenant.name, limit=limit)
     resident = steward.residency.total_tokens
     block = info.block_tokens or 1
     total = info.kv_capacity_tokens // block if info.kv_capacity_tokens else None
@@ -127,6 +130,7 @@ async def _memory(steward: Steward, _: Request, tenant: Tenant) -> Response:
     used = round(usage * total) if usage is not None and total else -(-resident // block)
     return json(
         {
+            "now_s": steward.wall(),
             "gpu_memory_utilization": None,
             "num_blocks_used": used,
             "num_blocks_total": total,
@@ -147,10 +151,19 @@ async def _memory(steward: Steward, _: Request, tenant: Tenant) -> Response:
     )
 
 
-async def _history(steward: Steward, request: Request, _: Tenant) -> Response:
-    """Samples of the last minutes, oldest first. With `?after=SECONDS` only newer ones."""
+async def _history(steward: Steward, request: Request, tenant: Tenant) -> Response:
+    """Samples of the last minutes, oldest first. With `?after=SECONDS` only newer ones. Sessions of other tenants are
+    counted, not named."""
     after = _number(request, "after", 0.0)
-    return json({"samples": [s for s in steward.samples if s["at_s"] > after]})
+    return json({"samples": [_own(s, tenant) for s in steward.samples if s["at_s"] > after]})
+
+
+def _own(sample: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
+    """A sample as one tenant may see it, with the ids that this tenant uses."""
+    prefix = storage_id(tenant.name, "")
+    own = {id_.removeprefix(prefix): tokens for id_, tokens in sample["sessions"].items() if id_.startswith(prefix)}
+    hidden = sum(sample["sessions"].values()) - sum(own.values())
+    return {**sample, "sessions": own, "other_tokens": sample["other_tokens"] + hidden}
 
 
 # -- sessions -----------------------------------------------------------------------------------------------------

@@ -58,6 +58,8 @@ class Steward:
         self.load = EngineLoad()
         self.samples: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
         self.recent_ttft_s: deque[float] = deque(maxlen=200)
+        self.prompt_tokens_total = 0
+        self.cached_tokens_total = 0
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @staticmethod
@@ -131,6 +133,8 @@ class Steward:
         t.prompt_tokens.inc(usage.prompt_tokens)
         t.cached_tokens.inc(usage.cached_tokens)
         t.output_tokens.inc(usage.output_tokens)
+        self.prompt_tokens_total += usage.prompt_tokens
+        self.cached_tokens_total += usage.cached_tokens
         t.session_tokens.observe(usage.resident_tokens)
         t.saved_tokens.inc(max(0, turn.log_tokens(resolved, prepared) - prepared.tokens))
         if done.first_token_s is not None:
@@ -212,6 +216,8 @@ class Steward:
             "other_tokens": rest,
             "running": pool.running,
             "waiting": pool.waiting,
+            "prompt_tokens_total": self.prompt_tokens_total,
+            "cached_tokens_total": self.cached_tokens_total,
             "ttft_ms": round(median(self.recent_ttft_s) * 1000, 1) if self.recent_ttft_s else None,
             "engine": asdict(self.load),
         }
