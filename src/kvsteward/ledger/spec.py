@@ -32,12 +32,21 @@ class Assumption:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Parameters by how a quantised checkpoint stores them. `exact_bytes`: the sum over a file's tensors."""
+    """Parameters by how a quantised checkpoint stores them. `exact_bytes`: the sum over a file's tensors.
+
+    `active_linear` are the linear ones that one token uses: fewer than `linear` in a mixture of experts.
+    """
 
     linear: int
     embedding: int
     other: int
     exact_bytes: int | None = None
+    active_linear: int | None = None
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token's arithmetic touches."""
+        return self.linear if self.active_linear is None else self.active_linear
 
     @property
     def total(self) -> int:

@@ -25,6 +25,7 @@ class Settings:
     utilization: float
     kv_dtype: str
     prefix_caching: bool
+    static_ratio: float = 0.85
     port: int = 8000
 
 
@@ -51,7 +52,7 @@ def _sglang(s: Settings) -> list[str]:
     line = ["python", "-m", "sglang.launch_server", "--model-path", s.model, "--port", str(s.port)]
     line += ["--tp-size", str(s.tp), "--context-length", str(s.max_model_len)]
     line += ["--max-running-requests", str(s.max_num_seqs), "--chunked-prefill-size", str(s.max_num_batched_tokens)]
-    line += ["--mem-fraction-static", f"{s.utilization:.2f}"]
+    line += ["--mem-fraction-static", f"{s.static_ratio:.2f}"]
     if s.pp > 1:
         line += ["--pp-size", str(s.pp)]
     if s.kv_dtype == "fp8":

@@ -79,7 +79,7 @@ def _tune(now: Deployment, workload: Workload, _context: int) -> Move:
     change = (
         f"utilization {now.utilization:.2f} -> {TUNED_UTILIZATION}, max_num_seqs {running}, batched tokens {batch:,}"
     )
-    why = "fewer logits to sample free activation memory; a window is charged with its batched tokens"
+    why = "the device is the engine's alone; fewer logits to sample free activation memory; windows pay for the batch"
     return changed, change, why
 
 
@@ -99,7 +99,9 @@ def _split(now: Deployment, workload: Workload, _context: int) -> Move:
         if held is not None and held > most:
             best, most = trial, held
     change = f"TP {now.tp} x {now.replicas} -> TP {best.tp} x {best.replicas} replicas"
-    why = "splitting frees weights for KV until KV heads run out; a latent is on every rank and gains nothing"
+    why = "splitting frees weights for KV, and its overhead, until KV heads run out"
+    if any(not layer.sharded for layer in now.spec.layers):
+        why = f"a latent is on every rank: data-parallel attention would hold up to {best.tp} x as many sessions"
     return best, change, why
 
 

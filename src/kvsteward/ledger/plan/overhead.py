@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from kvsteward.errors import ConfigError
 
 GIB = 2**30
+LLAMACPP_SOURCE = "llama.cpp compute buffer: n_ubatch x vocabulary x 4 B of logits, and the CUDA context"
 SOURCE = "41 measured start-ups, vLLM 0.19 on H100 (tests/ledger/data)"
 _BASE_GIB, _BYTES_PER_LOGIT, _MEASURED_SEQS = 0.36, 13.34, 1_024
 _SPREAD = (0.75, 1.25)
@@ -75,23 +76,32 @@ class Overhead:
         return self.activation + self.communication + self.graphs
 
 
-def estimate(
-    vocab_size: int, *, ranks: int, max_num_seqs: int, eager: bool = False, known: Calibration | None = None
-) -> Overhead:
-    """The overhead of a rank. Fewer sequences than measured lower the best guess, not the upper end."""
+def estimate(vocab_size: int, *, ranks: int, max_num_seqs: int, known: Calibration | None = None) -> Overhead:
+    """The overhead of a vLLM or SGLang rank. Fewer sequences than measured lower the best guess, not the upper end."""
     known = known or Calibration()
     logits = _BYTES_PER_LOGIT * vocab_size / GIB
     full = _BASE_GIB + logits * _MEASURED_SEQS
-    scaled = max(0.7, _BASE_GIB + logits * min(max_num_seqs, _MEASURED_SEQS))
-    activation = _gib(_SPREAD[0] * min(scaled, full), min(scaled, full), _SPREAD[1] * full)
+    scaled = min(full, max(0.7, _BASE_GIB + logits * min(max_num_seqs, _MEASURED_SEQS)))
+    activation = _gib(_SPREAD[0] * scaled, scaled, _SPREAD[1] * full)
     communication = _gib(0.07, 0.25, 0.46) if ranks == 1 else _gib(2.06, 2.1, 2.21)
-    graphs = exactly(0) if eager else _gib(0.3, 1.0, 1.85)
+    graphs = _gib(0.3, 1.0, 1.85)
     used = known.activation is not None or known.non_torch is not None or known.graphs is not None
     return Overhead(
         activation=activation if known.activation is None else exactly(known.activation),
         communication=communication if known.non_torch is None else exactly(known.non_torch),
         graphs=graphs if known.graphs is None else exactly(known.graphs),
         source="the given start-up log" if used else SOURCE,
+    )
+
+
+def llamacpp_estimate(vocab_size: int, n_ubatch: int = 512) -> Overhead:
+    """The overhead of llama-server: logits and activations of one micro-batch, no graphs of its own."""
+    logits = 4 * n_ubatch * vocab_size / GIB
+    return Overhead(
+        activation=_gib(0.5 * logits, logits + 0.1, logits + 1.0),
+        communication=_gib(0.2, 0.35, 0.6),
+        graphs=exactly(0),
+        source=LLAMACPP_SOURCE,
     )
 
 

@@ -6,6 +6,7 @@ low end of the pool; otherwise there is a ConfigError that says what is too larg
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvsteward.errors import ConfigError
@@ -14,6 +15,8 @@ from kvsteward.ledger.figures import Figure, table
 from kvsteward.ledger.plan.commands import Settings, command
 from kvsteward.ledger.plan.ladder import TENSOR_SIZES, Step, climb
 from kvsteward.ledger.plan.overhead import Calibration, Interval
+from kvsteward.ledger.plan.pace import SOURCE as PACE_SOURCE
+from kvsteward.ledger.plan.pace import Pace, pace
 from kvsteward.ledger.plan.pool import Deployment
 from kvsteward.ledger.plan.workload import Workload
 from kvsteward.ledger.spec import Assumption, ModelSpec
@@ -22,6 +25,7 @@ DEFAULT_UTILIZATION = 0.90
 DEFAULT_BATCH_TOKENS = 8_192
 DEFAULT_SEQS = 1_024
 LENGTH_STEP = 256
+HEADROOM = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +72,18 @@ def make_plan(
     weight_dtype: str = "auto",
     weight_bytes: int | None = None,
     allow_fp8_kv: bool = True,
+    compact_to_tokens: int | None = None,
     known: Calibration | None = None,
 ) -> Plan:
-    """A plan for `count` devices. ConfigError if the model does not fit them or its cache is not known."""
+    """A plan for `count` devices.
+
+    Sessions longer than the model's limit, or than `compact_to_tokens`, are taken as compacted to it. `known` is what a
+    start-up log said. ConfigError if the model does not fit the devices or its cache is not known.
+    """
     if count < 1:
         raise ConfigError(f"a plan needs a device, not {count}")
+    limits = [limit for limit in (compact_to_tokens, spec.max_context_tokens) if limit is not None]
+    asked, workload = workload, workload.capped(min(limits)) if limits else workload
     weights = spec.weight_bytes(weight_dtype) if weight_bytes is None else weight_bytes
     context = context_length(spec, workload)
     start = _smallest(spec, device, count, engine, weights, context, known)
@@ -87,7 +98,7 @@ def make_plan(
             break
     if not chosen.starts:
         raise _too_small(chosen)
-    return _plan(chosen, workload, steps, model)
+    return _plan(chosen, workload, asked, steps, model)
 
 
 def context_length(spec: ModelSpec, workload: Workload) -> int:
@@ -125,10 +136,10 @@ def _too_small(tried: Deployment) -> ConfigError:
     )
 
 
-def _plan(chosen: Deployment, workload: Workload, steps: list[Step], model: str) -> Plan:
-    held = chosen.sessions(workload.typical_tokens)
-    per_replica = max(1, -(-min(held.best, workload.sessions) // chosen.replicas))
-    running = min(chosen.max_num_seqs, per_replica)
+def _plan(chosen: Deployment, workload: Workload, asked: Workload, steps: list[Step], model: str) -> Plan:
+    held, speed = chosen.sessions(workload.typical_tokens), pace(chosen, workload)
+    fitting = max(1, held.low // chosen.replicas)
+    running = min(chosen.max_num_seqs, fitting, max(1, math.ceil(HEADROOM * speed.running)))
     settings = Settings(
         model=model,
         tp=chosen.tp,
@@ -139,6 +150,7 @@ def _plan(chosen: Deployment, workload: Workload, steps: list[Step], model: str)
         utilization=chosen.utilization,
         kv_dtype=chosen.kv_dtype,
         prefix_caching=workload.reused_ratio > 0,
+        static_ratio=chosen.static_ratio,
     )
     return Plan(
         settings=settings,
@@ -146,7 +158,7 @@ def _plan(chosen: Deployment, workload: Workload, steps: list[Step], model: str)
         replicas=chosen.replicas,
         pool=chosen.pool,
         sessions=held,
-        figures=_figures(chosen, workload, running),
+        figures=(*_memory(chosen), *_demand(chosen, workload, asked), *_pace_figures(speed, running, fitting)),
         steps=tuple(steps),
         command=command(chosen.engine, settings),
         enough=held.low >= workload.sessions,
@@ -154,31 +166,53 @@ def _plan(chosen: Deployment, workload: Workload, steps: list[Step], model: str)
     )
 
 
-def _figures(chosen: Deployment, workload: Workload, running: int) -> tuple[Figure, ...]:
-    extra, pool, length = chosen.overhead, chosen.pool, workload.typical_tokens
-    size = chosen.session_bytes(length)
-    held = chosen.sessions(length)
-    gib = f"{chosen.device.usable_gib} GiB"
-    share = chosen.utilization * chosen.device.usable_gib * 2**30
+def _memory(chosen: Deployment) -> tuple[Figure, ...]:
+    extra, pool, device = chosen.overhead, chosen.pool, chosen.device
+    share = chosen.utilization * device.usable_gib * 2**30
+    weights = f"{chosen.weight_bytes:,} B / {chosen.ranks} ranks"
+    identity = f"share - the four above: {_range(pool)}"
     return (
-        Figure("weights a rank", chosen.rank_weight_bytes, "B", f"{chosen.weight_bytes:,} / {chosen.ranks}", "config"),
+        Figure("weights a rank", chosen.rank_weight_bytes, "B", weights, "parameters of the config, or the log"),
         Figure("activations", extra.activation.best, "B", _range(extra.activation), extra.source),
         Figure("communication", extra.communication.best, "B", _range(extra.communication), extra.source),
         Figure("CUDA graphs", extra.graphs.best, "B", _range(extra.graphs), extra.source),
-        Figure("share of a device", int(share), "B", f"{chosen.utilization} x {gib}", chosen.device.source),
-        Figure("KV pool a rank", pool.best, "B", f"share - the four above: {_range(pool)}", "the budget identity of vLLM"),
-        Figure("max_model_len", chosen.max_model_len, "tokens", _length_formula(workload), "workload, not the model"),
-        Figure("KV a session", size, "B", f"{length:,} tokens as {chosen.engine} charges them", "allocation rules"),
-        Figure("sessions that fit", held.low, "sessions", f"{chosen.replicas} x floor(pool / session); {held}", "pool, low end"),
-        Figure("max_num_seqs", running, "requests", "min(sessions that fit, sessions asked for) a replica", "workload"),
-        Figure("batched tokens", chosen.max_num_batched_tokens, "tokens", "a windowed layer is charged for them", "scheduler"),
-        Figure("prefill saved", workload.reused_ratio, "of a prompt", "what a prefix cache finds again", "workload"),
-    )  # fmt: skip
+        Figure("share of a device", int(share), "B", f"{chosen.utilization} x {device.usable_gib} GiB", device.source),
+        Figure("KV pool a rank", pool.best, "B", identity, "budget identity: exact in 58 of 59 vLLM logs"),
+    )
+
+
+def _demand(chosen: Deployment, workload: Workload, asked: Workload) -> tuple[Figure, ...]:
+    length = workload.typical_tokens
+    size, held = chosen.session_bytes(length), chosen.sessions(length)
+    rules = f"allocation rules of {chosen.engine}"
+    fit = f"{chosen.replicas} replicas x floor(pool / session); {held.low} .. {held.high}"
+    charged = f"{length:,} tokens, KV as {chosen.kv_dtype}"
+    batch = "a windowed layer is charged for these tokens beside its window"
+    return (
+        Figure("max_model_len", chosen.max_model_len, "tokens", _length_formula(workload, asked), "the workload's p99"),
+        Figure("KV a session", size, "B", charged, rules),
+        Figure("sessions that fit", held.low, "sessions", fit, "the low end of the pool"),
+        Figure("batched tokens", chosen.max_num_batched_tokens, "tokens", batch, rules),
+    )
+
+
+def _pace_figures(speed: Pace, running: int, fitting: int) -> tuple[Figure, ...]:
+    chosen = f"min({fitting} that fit, {HEADROOM} x {speed.running:.1f} in a turn at once), a replica"
+    return (
+        Figure("turn", round(speed.turn_s, 2), "s", "new prompt tokens, then the answer", PACE_SOURCE),
+        Figure(
+            "lost prefix", round(speed.cold_prefill_s, 2), "s", "prefill of a p50 context from nothing", PACE_SOURCE
+        ),
+        Figure("max_num_seqs", running, "requests", chosen, "Little's law over turns and pauses"),
+    )
 
 
 def _range(interval: Interval) -> str:
     return f"{interval.low / 2**30:.2f} .. {interval.high / 2**30:.2f} GiB"
 
 
-def _length_formula(workload: Workload) -> str:
-    return f"p99 {workload.context_p99_tokens:,} + answer {workload.output_tokens:,}, up to {LENGTH_STEP}"
+def _length_formula(workload: Workload, asked: Workload) -> str:
+    formula = f"p99 {workload.context_p99_tokens:,} + answer {workload.output_tokens:,}, up to {LENGTH_STEP}"
+    if asked.context_p99_tokens > workload.context_p99_tokens:
+        formula += f"; longer sessions (p99 {asked.context_p99_tokens:,}) must be compacted"
+    return formula

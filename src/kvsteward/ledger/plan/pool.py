@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from kvsteward.errors import ConfigError
 from kvsteward.ledger.alloc import llamacpp, vllm
 from kvsteward.ledger.device import Device
-from kvsteward.ledger.plan.overhead import GIB, Calibration, Interval, Overhead, estimate
+from kvsteward.ledger.plan.overhead import GIB, Calibration, Interval, Overhead, estimate, llamacpp_estimate
 from kvsteward.ledger.spec import ModelSpec
+
+LARGEST_VOCAB = 262_144
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +53,10 @@ class Deployment:
 
     @property
     def overhead(self) -> Overhead:
-        return estimate(
-            self.spec.vocab_size or 256_000,
-            ranks=self.ranks,
-            max_num_seqs=self.max_num_seqs,
-            eager=self.engine == "llamacpp",
-            known=self.known,
-        )
+        vocab = self.spec.vocab_size or LARGEST_VOCAB
+        if self.engine == "llamacpp":
+            return llamacpp_estimate(vocab)
+        return estimate(vocab, ranks=self.ranks, max_num_seqs=self.max_num_seqs, known=self.known)
 
     @property
     def pool(self) -> Interval:
@@ -89,14 +88,24 @@ class Deployment:
         return self.spec.kv_bytes(tokens, kv_dtype=self.kv_dtype, tp=self.tp, pp=self.pp)
 
     def sessions(self, tokens: int) -> Interval:
-        """Sessions of `tokens` that all replicas hold at once: at the low, best and high end of the pool."""
-        size = self.session_bytes(tokens)
+        """Sessions of `tokens` that all replicas hold at once: at the low, best and high end of the pool.
+
+        A llama.cpp slot reserves `max_model_len`, however short its session is.
+        """
+        size = self.session_bytes(max(tokens, self.max_model_len) if self.engine == "llamacpp" else tokens)
         if size <= 0:
             raise ConfigError(f"a session of {tokens} tokens needs no memory: there is nothing to plan")
         held = [self.replicas * (part // size) for part in (self.pool.low, self.pool.best, self.pool.high)]
         return Interval(*held)
 
     @property
+    def static_ratio(self) -> float:
+        """SGLang's `--mem-fraction-static`: weights and pool over the device's memory, at the low end, rounded down."""
+        static = self.rank_weight_bytes + self.pool.low
+        return int(100 * static / (self.device.usable_gib * GIB)) / 100
+
+    @property
     def starts(self) -> bool:
         """Does the low end of the pool hold one request of `max_model_len`, as the engine demands at start?"""
-        return self.session_bytes(self.max_model_len) <= self.pool.low
+        spare = self.layout.block_bytes if self.engine == "vllm" else 0  # the null block
+        return self.session_bytes(self.max_model_len) + spare <= self.pool.low
