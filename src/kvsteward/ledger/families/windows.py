@@ -214,12 +214,13 @@ _QWEN = (
 _GEMMA3 = patterned(6)
 TABLE: dict[str, Family] = {
     **dict.fromkeys(_ONE_WINDOW, Family(uniform_or_windows, draft_like_last_growing)),
-    **dict.fromkeys(("olmo3", "smallthinker", "step3p5", "laguna"), Family(by_types, draft_like_last_growing)),
+    **dict.fromkeys(("smallthinker", "step3p5", "laguna"), Family(by_types, draft_like_last_growing)),
     **dict.fromkeys(_QWEN, Family(qwen2, draft_like_last_growing)),
     "gemma2": patterned(2, full_at=1),
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
     "cohere2": patterned(4),
+    "olmo3": patterned(4),
     "exaone4": Family(exaone4, draft_like_last_growing),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma3n", "gemma3n_text"), Family(gemma4)),
     **dict.fromkeys(("llama4", "llama4_text"), Family(llama4)),
