@@ -69,7 +69,6 @@ _ANY_TAG = re.compile(r"<[^<>]{0,4000}>")
 _OPTIONAL_END = ("p", "li", "td", "th", "tr", "dt", "dd", "option", "optgroup", "tbody", "thead")
 _VOID = ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr")
 _SELF_CLOSED = frozenset(_OPTIONAL_END + _VOID)
-)
 
 
 class Html(Distiller):
