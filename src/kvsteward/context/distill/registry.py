@@ -1,7 +1,7 @@
 """The ordered list of distillers and the one door to them.
 
-Invariants of `distil`: pure and deterministic; never more tokens than it was given; at most the limit; never empty for a
-text that is not blank; the first distiller that understands the text and stays within the limit wins.
+Invariants of `distil`: pure and deterministic; never more tokens than it was given; at most the limit; never empty
+for a text that is not blank; the first distiller that understands the text and stays within the limit wins.
 """
 
 from __future__ import annotations

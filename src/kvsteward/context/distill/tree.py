@@ -1,4 +1,4 @@
-"""A tree of dicts, lists and scalars as text within a limit: leaves by path, arrays of objects as tables, the rest shared fairly.
+"""A tree of dicts, lists and scalars as text: leaves by path, arrays of objects as tables, the rest shared fairly.
 
 It does not know the syntax it came from. Invariants: work is bounded by node counts, not by the size of the source;
 recursion is bounded by depth.
@@ -15,6 +15,7 @@ from kvsteward.context.distill.base import Hints
 from kvsteward.context.distill.columns import Table
 from kvsteward.context.distill.meter import Meter
 from kvsteward.context.distill.pack import Unit, nearness, pack
+from kvsteward.context.distill.prose import sentences
 from kvsteward.context.distill.rows import MAX_COLUMNS, MAX_ROWS, lay
 from kvsteward.context.distill.salience import Focus, focus_of
 
@@ -95,8 +96,6 @@ def scalar(value: Any) -> str:
 
 
 def _show_text(text: str, limit: float, focus: Focus, meter: Meter) -> Shown:
-    from kvsteward.context.distill.prose import sentences
-
     if meter.tokens(text[: int(limit * 12) + 100]) <= limit and len(text) <= limit * 12:
         return Shown(text, "")
     units = [Unit(sentence) for sentence in sentences(text[:60_000])]
@@ -371,7 +370,7 @@ def cost_of(value: Any, meter: Meter) -> float:
 
 
 def _share(limit: float, leaf_cost: float, blocks: Sequence[_Block], focus: Focus) -> list[float]:
-    """Water-filling: each part gets its cost or a fair share, weighted by relation to the hints; leaves weigh double."""
+    """Water-filling: each part gets its cost or a fair share, weighted by relation to hints; leaves weigh double."""
     costs = [leaf_cost, *(block.cost + 6 for block in blocks)]
     weights = [2.0, *(1.0 + focus.weight(block.path) for block in blocks)]
     shares = [0.0] * len(costs)
