@@ -414,7 +414,7 @@ function drawDetail() {
   const chosen = state.selected;
   if (!chosen) return;
   const session = found(chosen.id);
-  put("detail-name", session && session.title ? cut(session.title, 60) : chosen.id);
+  put("detail-title", session && session.title ? cut(session.title, 60) : chosen.id);
   put("detail-sub", session
     ? `${cut(session.id, 40)} · ${session.state} · view ${count(session.tokens_in_view)} of ${count(session.tokens_in_log)} tokens`
     : "new session");
