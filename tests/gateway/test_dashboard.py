@@ -335,7 +335,7 @@ def test_markup_in_a_session_is_text(running: Running, page: Page) -> None:
 @pytest.mark.browser
 def test_a_compaction_shows_in_log_and_view(page: Page) -> None:
     with gateway(Settings(budget_tokens=600), ["the answer"], OPTIONS) as running:
-        texts = [f"Message {n}: " + "the pump of line four stands still again. " * 10 for n in range(4)]
+        texts = [f"Message {n}: " + "the pump of line four stands still again. " * 10 for n in range(8)]
         history: list[dict[str, str]] = []
         for text in texts:
             history.append({"role": "user", "content": text})
@@ -349,12 +349,13 @@ def test_a_compaction_shows_in_log_and_view(page: Page) -> None:
         page.click("#rows .pick")
         wait(lambda: page.driver.find_elements("css selector", "[data-fate=condensed]"), "a condensed message")
         assert page.driver.find_elements("css selector", "#messages article[data-fate=verbatim]")
-        assert len(page.driver.find_elements("css selector", "#messages article")) == 8
+        assert len(page.driver.find_elements("css selector", "#messages article")) == 16
         link = page.driver.find_element("css selector", "#messages .meta a").get_attribute("href")
         assert get(link)[0] == 200
         page.click("#tab-view")
         page.sees("#tab-note", "what the model sees")
-        assert texts[0].strip() not in page.text("#messages")
+        page.sees("#messages article:first-child", "more in the log")
+        assert len(page.driver.find_elements("css selector", "#messages article")) < 16
 
 
 @pytest.mark.browser
