@@ -1,7 +1,7 @@
 """The page at `/`: what is served and under which headers, and what a browser makes of it.
 
-The browser tests run headless Chromium against a real gateway process' worth of code (its ASGI application behind
-uvicorn) with the scripted engine.
+The browser tests run headless Chromium against the real ASGI application behind uvicorn, with the scripted
+engine.
 """
 
 from __future__ import annotations
@@ -355,6 +355,8 @@ def test_a_compaction_shows_in_log_and_view(page: Page) -> None:
         page.click("#tab-view")
         page.sees("#tab-note", "what the model sees")
         page.sees("#messages article:first-child", "more in the log")
+        named = page.driver.find_element("css selector", "#messages .body a").get_attribute("href")
+        assert get(named)[0] == 200
         assert len(page.driver.find_elements("css selector", "#messages article")) < 16
 
 
@@ -379,6 +381,25 @@ def test_the_engine_is_down_and_comes_back(running: Running, page: Page) -> None
     page.sees("#status[data-level=bad]", "the plug was pulled")
     running.engine.down = False
     page.sees("#status[data-level=ok]", "Engine answers.")
+
+
+@pytest.mark.browser
+def test_a_hidden_tab_asks_nothing(running: Running, page: Page) -> None:
+    def asked() -> int:
+        return int(page.driver.execute_script("return performance.getEntriesByType('resource').length"))
+
+    def hide(hidden: bool) -> None:
+        script = "Object.defineProperty(document, 'hidden', {value: arguments[0], configurable: true});"
+        page.driver.execute_script(script + "document.dispatchEvent(new Event('visibilitychange'))", hidden)
+
+    page.open(running.url)
+    hide(True)
+    time.sleep(0.5)  # what was under way comes to its end
+    before = asked()
+    time.sleep(2.5)
+    assert asked() == before
+    hide(False)
+    wait(lambda: asked() > before, "the page to ask again", within_s=3.0)
 
 
 @pytest.mark.browser
