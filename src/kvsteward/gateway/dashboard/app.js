@@ -255,7 +255,8 @@ function layout(more) {
     hoverlabel: { bgcolor: css("--panel"), bordercolor: css("--line"), font: { color: css("--text"), size: 12 } },
     ...more,
     xaxis: { ...axis, type: "date", range: shownTime(),
-      tickformat: "%H:%M", hoverformat: "%H:%M:%S", nticks: 6, showgrid: false },
+      tickformatstops: [{ dtickrange: [null, 59999], value: "%H:%M:%S" }, { dtickrange: [60000, null], value: "%H:%M" }],
+      hoverformat: "%H:%M:%S", nticks: 5, showgrid: false },
     yaxis: { ...axis, rangemode: "tozero", ...more.yaxis },
     ...(more.yaxis2 ? { yaxis2: { ...axis, ...more.yaxis2 } } : {}),
   };
@@ -310,7 +311,7 @@ function drawPool(x) {
 }
 
 function drawLegend(ids, other, capacity) {
-  const wanted = ids.map((id) => [title(id), color(id)]);
+  const wanted = ids.map((id) => [cut(title(id), 28), color(id)]);
   if (other) wanted.push(["other", css("--series-other")]);
   if (capacity) wanted.push(["budget (the whole pool)", css("--budget")]);
   const mark = JSON.stringify(wanted);
