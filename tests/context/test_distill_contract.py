@@ -111,7 +111,7 @@ def test_a_distiller_survives_strange_texts(kind: Distiller, text: str) -> None:
         assert found is None or count(found.text) <= 1_000
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(text=st.text(max_size=3_000), limit=st.integers(1, 400))
 def test_random_text(text: str, limit: int) -> None:
     found = distil(text, limit, HINTS, count)
@@ -126,7 +126,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(value=st.lists(json_values, max_size=8), limit=st.integers(8, 200), cut=st.floats(0.2, 1.0))
 def test_random_json_whole_or_cut(value: object, limit: int, cut: float) -> None:
     text = json.dumps(value)

@@ -75,7 +75,7 @@ def _fitted(kind: Distiller, text: str, limit: int, hints: Hints, count: CountTo
     best: Distillate | None = None
     best_tokens = 0
     low, high, aim = 0.0, float("inf"), float(limit)
-    for _ in range(_TRIES if len(text) < _HUGE_CHARS else 2):
+    for _ in range(_TRIES):
         found = kind.distil(text, max(1, int(aim)), hints, count)
         if found is None:
             return best
@@ -83,7 +83,7 @@ def _fitted(kind: Distiller, text: str, limit: int, hints: Hints, count: CountTo
         if tokens <= limit:
             if found.text.strip() and tokens > best_tokens:
                 best, best_tokens = found, tokens
-            if tokens >= _FULL_ENOUGH * limit:
+            if tokens >= _FULL_ENOUGH * limit or len(text) >= _HUGE_CHARS:
                 break
             low = aim
         else:

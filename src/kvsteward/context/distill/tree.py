@@ -19,7 +19,7 @@ from kvsteward.context.distill.prose import sentences
 from kvsteward.context.distill.rows import MAX_COLUMNS, MAX_ROWS, lay
 from kvsteward.context.distill.salience import Focus, focus_of
 
-MAX_LEAVES = 20_000
+MAX_LEAVES = 6_000
 _MAX_DEPTH = 40
 _MIN_BLOCK_TOKENS = 24
 _TIGHT_TOKENS = 120
@@ -56,7 +56,7 @@ def show(value: Any, limit_tokens: float, hints: Hints, meter: Meter) -> Shown:
     """The tree within about the limit: what was asked for first, then the whole in outline."""
     value = _unnest(value)
     focus = focus_of(hints)
-    if cost_of(value, meter) <= _HOPELESS * limit_tokens:
+    if _weigh(value) <= _HOPELESS * limit_tokens:
         whole = _show(value, float(limit_tokens), focus, meter, 0)
         if not whole.note:
             return whole
@@ -312,8 +312,9 @@ def _divide(value: Mapping[str, Any], meter: Meter, limit: float) -> tuple[list[
             if table is not None:
                 blocks.append(_Block(path or "entries", table, cost_of(table, meter)))
                 continue
-            children = [(f"{path}.{key}" if path else str(key), child, depth + 1) for key, child in node.items()]
-            stack.extend(reversed(children[:MAX_LEAVES]))
+            pairs = sampled(list(node.items()))
+            children = [(f"{path}.{key}" if path else str(key), child, depth + 1) for key, child in pairs]
+            stack.extend(reversed(children))
         elif (isinstance(node, list) and node and not _short(node)) or (
             isinstance(node, str) and len(node) > _LONG_TEXT_CHARS
         ):
