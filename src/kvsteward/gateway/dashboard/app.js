@@ -196,7 +196,7 @@ function drawFigures() {
   put("f-kv-sub", `${inBytes(m.resident_tokens)}${share}`);
   put("f-pool", count(m.kv_capacity_tokens));
   const kinds = m.k_dtype ? ` · ${m.k_dtype === m.v_dtype ? m.k_dtype : `${m.k_dtype}/${m.v_dtype}`}` : "";
-  put("f-pool-sub", `${inBytes(m.kv_capacity_tokens)}${kinds} · ${count(m.budget_tokens)} a session`);
+  put("f-pool-sub", `${inBytes(m.kv_capacity_tokens)}${kinds}`);
   put("f-queue", `${count(m.running)} / ${count(m.waiting)}`);
   const lost = m.engine.preemptions_total;
   put("f-queue-sub", lost === null ? "turns" : `turns · ${count(lost)} preemptions`);
@@ -398,8 +398,9 @@ function drawSessions() {
     if (there !== parts.row) $("rows").insertBefore(parts.row, there || null);
   });
   const most = sessions.length === SHOWN_SESSIONS ? `the ${SHOWN_SESSIONS} used last` : String(sessions.length);
+  const budget = count(state.memory.budget_tokens);
   const saved = sessions.reduce((sum, session) => sum + session.tokens_saved, 0);
-  put("sessions-count", sessions.length ? `${most} · ${count(saved)} tokens saved` : "none");
+  put("sessions-count", sessions.length ? `${most} · budget ${budget} each · ${count(saved)} tokens saved` : `none · budget ${budget} each`);
   $("empty").hidden = sessions.length > 0;
   put("empty", `No session yet. Point an agent at ${location.origin}/v1, or start a chat.`);
 }
@@ -501,7 +502,7 @@ function logBubbles(chosen) {
     const badge = make("span", { class: "badge", "data-fate": word, title: why }, word);
     const node = bubble(entry.message.role, textOf(entry.message), notes, [badge, itemLink(chosen.id, entry.hash)]);
     node.dataset.fate = word;
-    if (word === "reduced" || word === "condensed") node.append(make("p", { class: "why" }, why));
+    if (word === "reduced") node.append(make("p", { class: "why" }, why));
     return node;
   });
 }
