@@ -28,7 +28,7 @@ MAX_FACTS, MAX_STUBS, MAX_REQUESTS = 1_000, 400, 200
 HASH_CHARS = 10
 _HEADER = "[kvsteward] {dropped} earlier messages are condensed here. Nothing is lost: each hash names a full message."
 _REQUEST_SHARE, _SUMMARY_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.3, 160
-_REQUEST_CHARS = 600
+_REQUEST_CHARS, _LABEL_CHARS = 600, 60
 
 SUMMARY_INSTRUCTION = (
     "Summarise our conversation so far for your own later use, in at most {words} words. State: what the user wants, "
@@ -149,7 +149,7 @@ def _labels(items: Iterable[Item]) -> dict[str, str]:
         for call in item.message.get("tool_calls") or ():
             function = call.get("function") or {}
             arguments = " ".join(str(function.get("arguments") or "").split())
-            brief = arguments if len(arguments) <= 80 else arguments[:77] + "..."
+            brief = arguments if len(arguments) <= _LABEL_CHARS else arguments[: _LABEL_CHARS - 3] + "..."
             labels[call["id"]] = f"{function.get('name', 'call')} {brief}".strip()
     return labels
 
@@ -213,13 +213,17 @@ def _value_lines(
     for fact in facts:
         if fact.value in shown_elsewhere:
             continue
-        cost = estimator.text(f", {fact.value}")
-        if fact.source not in chosen:
-            cost += estimator.text(_line_head(fact.source, by_hash.get(fact.source)))
+        head = _line_head(fact.source, by_hash.get(fact.source))
+        in_label = fact.value in head  # a call's arguments stand in the label of its result
+        cost = (0 if in_label else estimator.text(f", {fact.value}")) + (
+            0 if fact.source in chosen else estimator.text(head)
+        )
         if cost > room:
             break
         room -= cost
-        chosen.setdefault(fact.source, []).append(fact.value)
+        line = chosen.setdefault(fact.source, [])
+        if not in_label:
+            line.append(fact.value)
     for stub in reversed(stubs):
         if stub.hash in chosen or stub.label == "assistant":
             continue
