@@ -6,7 +6,7 @@ Knows HTTP. Invariant: a turn is complete only with status 200, a finish reason 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
@@ -27,7 +27,7 @@ class Answer:
     """What came back for one turn. `error` None: it completed."""
 
     text: str = ""
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
     ttft_s: float | None = None
     error: str | None = None
 

@@ -19,9 +19,9 @@ from typing import Any
 
 RECENT_ROUNDS = 2
 _EXTENSIONS = (
-    "py pyx pyi js ts tsx jsx json jsonl md rst txt csv tsv cfg toml ini yaml yml sh c h cc cpp hpp rs go java rb html "
-    "css xml sql log pdf png jpg zip tar gz db exe bin out lock docx xlsx pem enc pcap"
-).split()
+    r"py|pyx|pyi|js|ts|tsx|jsx|json|jsonl|md|rst|txt|csv|tsv|cfg|toml|ini|yaml|yml|sh|c|h|cc|cpp|hpp|rs|go|java|rb|html|"
+    r"css|xml|sql|log|pdf|png|jpg|zip|tar|gz|db|exe|bin|out|lock|docx|xlsx|pem|enc|pcap"
+)
 _THREE_ALNUM = re.compile(r"[A-Za-z0-9]{3}")
 _INNER_CAPITAL = re.compile(r"[a-z][A-Z]")
 _TWO_LETTERS = re.compile(r"[A-Za-z]{2}")
@@ -78,7 +78,7 @@ _KINDS = (
         ),
         _is_path,
     ),
-    _Kind("file", re.compile(rf"(?<![/\w.-])[\w-]+(?:\.[\w-]+)*\.(?:{'|'.join(_EXTENSIONS)})(?!\w)")),
+    _Kind("file", re.compile(rf"(?<![/\w.-])[\w-]+(?:\.[\w-]+)*\.(?:{_EXTENSIONS})(?!\w)")),
     _Kind(
         "date",
         re.compile(

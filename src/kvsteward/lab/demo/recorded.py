@@ -11,7 +11,7 @@ message without its call; a long tool result arrives at turn 5, 25, 45, ...
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import cycle, islice, zip_longest
+from itertools import cycle, islice, pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,7 @@ def _is_long_result(message: Message) -> bool:
 def _long_rounds(conversations: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Message, Message]]:
     """Recorded calls with a long result, each with its result."""
     for conversation in conversations:
-        messages = conversation["messages"]
-        for before, message in zip(messages, messages[1:], strict=False):
-            calls = before.get("tool_calls") or ()
+        for before, message in pairwise(conversation["messages"]):
+            calls: list[Message] = before.get("tool_calls") or []
             if _is_long_result(message) and len(calls) == 1 and calls[0]["id"] == message.get("tool_call_id"):
                 yield before, message
