@@ -7,6 +7,7 @@
     │   ├── ContextOverflowError      does not fit, even after compaction                           400
     │   ├── UnsupportedError          understood, but this engine or deployment cannot do it        400
     │   ├── AuthenticationError       no key, or a wrong one                                        401
+    │   ├── ForeignOriginError        a web page of another site sent it                            403
     │   └── NotFoundError             no such session, item or model                                404
     ├── OverloadedError               the queue is full or the wait was too long; retry later       503
     ├── EngineError                   the engine failed                                             502
@@ -83,6 +84,13 @@ class AuthenticationError(RequestError):
     code = "invalid_api_key"
     kind = "authentication_error"
     default_hint = "Send 'Authorization: Bearer KEY' with a key that this deployment knows."
+
+
+class ForeignOriginError(RequestError):
+    status = 403
+    code = "foreign_origin"
+    kind = "permission_error"
+    default_hint = "Set API keys (--tenants) to let web pages of other sites use this gateway."
 
 
 class NotFoundError(RequestError):

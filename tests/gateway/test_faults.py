@@ -154,6 +154,9 @@ async def test_a_client_that_leaves_frees_the_engine(start, stream, imitates):
     if stream or imitates == "llama-server":
         log = (await gateway.get("/v1/sessions/s/log"))["data"]
         assert log[-1]["finish"] == "abandoned"
+        session = await gateway.get("/v1/sessions/s")
+        assert session["tokens_in_view"] > 0
+        assert session["tokens_saved"] == 0
 
 
 async def test_a_client_that_leaves_the_queue_leaves_no_trace(start):
@@ -250,6 +253,23 @@ async def test_tenants_and_keys(start):
     assert [e["message"]["content"] for e in log["data"]] == ["secret of two", "ok"]
     async with gateway.http.get("/v1/sessions", headers=one) as response:
         assert [s["id"] for s in (await response.json())["data"]] == ["s"]
+
+
+async def test_pages_of_other_sites_are_kept_out_where_there_are_no_keys(start):
+    gateway = await start()
+    foreign = await gateway.chat(user("hi"), headers={"Origin": "https://evil.example"})
+    assert (foreign["status"], foreign["error"]["code"]) == (403, "foreign_origin")
+    assert (await gateway.chat(user("hi"), headers={"Origin": gateway.url}))["status"] == 200
+    with_keys = await start(settings=Settings(keys={"k": Tenant("one")}), store="memory:")
+    allowed = {"Origin": "https://app.example", "Authorization": "Bearer k"}
+    assert (await with_keys.chat(user("hi"), headers=allowed))["status"] == 200
+
+
+async def test_nothing_is_saved_where_nothing_was_left_out(start):
+    gateway = await start(answers=["fine " * 40])
+    answer = await gateway.chat(user("hello " * 200), session="s")
+    assert answer["headers"]["X-KVSteward-Tokens-Saved"] == "0"
+    assert (await gateway.get("/v1/sessions/s"))["tokens_saved"] == 0
 
 
 async def test_an_expired_session_gives_back_its_kv_and_keeps_its_log(start):

@@ -111,11 +111,13 @@ class View:
         """The engine's last count plus the estimates of what came since."""
         if self.known_tokens:
             return self.known_tokens + sum(item.tokens for item in self.items[self.known_items :])
-        return (
-            tools_tokens
-            + sum(item.tokens for item in (*self.pinned, *self.items))
-            + (self.epoch.block_tokens + 2 * len(ACKNOWLEDGEMENT.split()) if self.epoch.block else 0)
-        )
+        return tools_tokens + self.message_tokens
+
+    @property
+    def message_tokens(self) -> int:
+        """The messages alone, by the same estimate as the log's length, so that the two can be compared."""
+        condensed = self.epoch.block_tokens + 2 * len(ACKNOWLEDGEMENT.split()) if self.epoch.block else 0
+        return condensed + sum(item.tokens for item in (*self.pinned, *self.items))
 
     def unknown_tokens(self) -> int:
         """How much of `estimate_tokens` is an estimate."""

@@ -160,7 +160,7 @@ def _compacted(
 
 def _estimated(view: View, tools_tokens: int) -> int:
     """The whole view by the estimate alone, to compare with the engine's count."""
-    return View(view.pinned, view.epoch, view.items).estimate_tokens(tools_tokens)
+    return tools_tokens + view.message_tokens
 
 
 def _overflow(tokens: int, marks: Marks) -> ContextOverflowError:

@@ -40,6 +40,7 @@ log = logging.getLogger("kvsteward")
 DEFAULT_BUDGET_TOKENS = 8_192
 """Where neither the deployment nor the engine names a limit."""
 _SAMPLES = 900
+_LOAD_LIMIT_S = 5.0
 _SHOWN_SESSIONS = 24
 _MAX_REQUEST_ID_CHARS = 128
 
@@ -135,7 +136,7 @@ class Steward:
         self.prompt_tokens_total += usage.prompt_tokens
         self.cached_tokens_total += usage.cached_tokens
         t.session_tokens.observe(usage.resident_tokens)
-        t.saved_tokens.inc(max(0, turn.log_tokens(resolved, prepared) - prepared.tokens))
+        t.saved_tokens.inc(turn.saved_tokens(resolved, prepared))
         if done.first_token_s is not None:
             self.recent_ttft_s.append(done.first_token_s - done.started_s)
         self.residency.touch(resolved.session.id, usage.resident_tokens)
@@ -190,11 +191,12 @@ class Steward:
         was_down = False
         while True:
             try:
-                self.load = await self.engine.load()
+                async with asyncio.timeout(_LOAD_LIMIT_S):
+                    self.load = await self.engine.load()
                 if was_down:
                     self._learn(await self.engine.start())
                 was_down = False
-            except EngineError:
+            except (EngineError, TimeoutError):
                 self.load, was_down = EngineLoad(), True
             pool = self.gate.pool
             self.telemetry.running.set(pool.running)

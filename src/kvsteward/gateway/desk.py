@@ -247,7 +247,7 @@ class Desk:
                 session,
                 state=self._started(session),
                 view_tokens=prepared.tokens,
-                saved_tokens=max(0, log_tokens - prepared.tokens),
+                saved_tokens=max(0, log_tokens - prepared.view.message_tokens),
             )
             self.remember(session.id, resolved.head, Shown(prepared.view, log_tokens))
         await self.call(self._append, session, entries, decisions)
@@ -302,9 +302,9 @@ class Desk:
         before = self._views.get((session_id, parent))
         log_tokens = (before.log_tokens if before else 0) + tokens
         self.remember(session_id, entry.hash, Shown(view, log_tokens))
-        await self.call(self._append_answer, session_id, entry, turn_id, view.known_tokens, log_tokens)
+        await self.call(self._append_answer, session_id, entry, turn_id, view, log_tokens)
 
-    def _append_answer(self, session_id: str, entry: Entry, turn_id: str, view_tokens: int, log_tokens: int) -> None:
+    def _append_answer(self, session_id: str, entry: Entry, turn_id: str, view: View, log_tokens: int) -> None:
         session = self.store.get(session_id)
         if session is None:  # deleted while the engine was speaking: what was deleted stays deleted
             self._count_out(session_id)
@@ -317,8 +317,8 @@ class Desk:
             last_used_s=entry.created_s,
             turns=session.turns + 1,
             log_tokens=log_tokens if moved else session.log_tokens,
-            view_tokens=view_tokens if moved else session.view_tokens,
-            saved_tokens=max(0, log_tokens - view_tokens) if moved else session.saved_tokens,
+            view_tokens=view.estimate_tokens(0) if moved else session.view_tokens,
+            saved_tokens=max(0, log_tokens - view.message_tokens) if moved else session.saved_tokens,
         )
         self.store.append(session, [entry], end_draft=turn_id)
         self._count_out(session_id)
@@ -352,7 +352,8 @@ def rebuild(path: Sequence[Entry], decisions: Sequence[Decision], estimator: Est
         message = orjson.loads(entry.raw)
         items.append(Item(entry.hash, entry.depth, message, entry.tokens, entry.tokens))
     view = derive(items, epochs, reduced)
-    shown = tuple(replace(item, tokens=estimator.message(item.message)) for item in view.items)
+    shortened = {**reduced, **view.epoch.overrides}
+    shown = tuple(replace(i, tokens=estimator.message(i.message)) if i.hash in shortened else i for i in view.items)
     return Shown(replace(view, items=shown), sum(entry.tokens for entry in path))
 
 

@@ -258,7 +258,7 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
     exchange.reply_headers |= {
         "x-kvsteward-session": public_id(resolved.session),
         "x-kvsteward-tokens-in-view": str(prepared.tokens),
-        "x-kvsteward-tokens-saved": str(max(0, log_tokens(resolved, prepared) - prepared.tokens)),
+        "x-kvsteward-tokens-saved": str(saved_tokens(resolved, prepared)),
     }
     turn.step("waiting")
     log = AnswerLog(steward, turn, resolved, prepared)
@@ -278,10 +278,12 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
     turn.step("done")
 
 
-def log_tokens(resolved: Resolved, prepared: Prepared) -> int:
-    """Length of the whole history, as it was received."""
+def saved_tokens(resolved: Resolved, prepared: Prepared) -> int:
+    """How much longer the prompt would be if the whole history were sent."""
     arrived = {a.hash for a in resolved.arrivals}
-    return resolved.log_tokens + sum(i.log_tokens for i in prepared.view.items if i.hash in arrived)
+    view = prepared.view
+    log_tokens = resolved.log_tokens + sum(i.log_tokens for i in (*view.pinned, *view.items) if i.hash in arrived)
+    return max(0, log_tokens - view.message_tokens)
 
 
 def engine_headers(exchange: Exchange) -> dict[str, str]:
@@ -339,7 +341,7 @@ class AnswerLog:
             return
         estimate = desk.estimator.message(message)
         tokens = usage.output_tokens if usage and usage.output_tokens else estimate
-        item = Item(link(self._resolved.head, message), view.depth + 1, message, estimate, tokens)
+        item = Item(link(self._resolved.head, message), view.depth + 1, message, tokens, tokens)
         view = view.with_items([item])
         if usage:
             view = view.counted(usage.resident_tokens, view.known_for)
