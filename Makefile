@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCH ?= gateway
 ARGS ?= --quick
+SERVE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check bench setup-vllm test-vllm clean
@@ -21,8 +22,8 @@ $(VENV)/.done: pyproject.toml
 
 setup: $(VENV)/.done  ## make the environment in .venv
 
-run: setup  ## start kvsteward in front of the embedded engine on http://127.0.0.1:8080
-	$(BIN)/kvsteward serve $(ARGS_RUN)
+run: setup  ## start kvsteward in front of the embedded engine on http://127.0.0.1:8080 (SERVE="--port 9000" adds options)
+	$(BIN)/kvsteward serve $(SERVE)
 
 check: setup  ## format, lint, types, room contract
 	$(BIN)/ruff format --check .
@@ -31,6 +32,7 @@ check: setup  ## format, lint, types, room contract
 	$(BIN)/lint-imports
 
 test: setup check  ## all checks and all tests that need no second environment
+	sh scripts/setup-browser.sh
 	$(BIN)/pytest -m "not vllm"
 
 .venv-vllm/.done:
