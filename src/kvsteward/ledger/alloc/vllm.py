@@ -11,6 +11,7 @@ against the start-up logs in tests/ledger/data:
 - full: ceil(L / b) pages; sliding: ceil(min(W - 1 + batched, L) / b) + 1; chunked: ceil(min(C + batched, L) / b);
 - a recurrent layer's page is its state; attention blocks grow, in steps of 16, until theirs is as large. A request
   holds 1 state page (2 with prefix caching, mode `align`) and one more per drafted token;
+- a pool keeps one null block for itself (V1), or a watermark of 1 % (V0);
 - tokens printed: `blocks // groups x block` up to 0.20, `int(concurrency x max_model_len)` from 0.21 on.
 """
 
@@ -26,9 +27,10 @@ from kvsteward.ledger.spec import FormatChoice, ModelSpec
 
 BLOCK_TOKENS = 16
 CPU_BLOCK_TOKENS = 128
-PROFILED_GRAPHS_SINCE = (0, 21)
 CONCURRENCY_LINE_SINCE = (0, 21)
 STATE_BLOCK_STEP = 16
+V1_SINCE = (0, 9)
+V0_WATERMARK = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,12 @@ class Layout:
                 hint="Weights and activations already exceed gpu_memory_utilization x memory.",
             )
         return available_bytes // self.block_bytes
+
+    def usable_blocks(self, blocks: int) -> int:
+        """Blocks that requests can get: all but the null block (V1), or but the watermark of 1 % (V0, before 0.9)."""
+        if self.settings.version < V1_SINCE:
+            return blocks - int(V0_WATERMARK * blocks)
+        return max(0, blocks - 1)
 
     def pages(self, tokens: int) -> int:
         """Blocks that one request of `tokens` is charged, over all groups."""
