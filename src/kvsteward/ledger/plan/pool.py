@@ -34,7 +34,7 @@ class Deployment:
     max_num_seqs: int
     max_num_batched_tokens: int
     known: Calibration | None = None
-    version: tuple[int, int] = (0, 30)
+    version: tuple[int, int] = (0, 32)
 
     def with_(self, **changes: object) -> Deployment:
         """The same deployment with other settings."""
