@@ -136,7 +136,11 @@ def _dtype(outer: Reader, inner: Reader) -> str:
 
 def _weights(outer: Reader, inner: Reader, quant: Mapping[str, Any] | None) -> Weights | None:
     counted, fmt = weights.count_parameters(inner), quantisation.linear_format(outer, inner, quant)
-    if counted is None or fmt is None:
+    if counted is None or not quantisation.is_quantised(outer, inner, quant):
+        return counted
+    if fmt is None:
+        why = "mixed or unknown: the weights are counted in the model's own dtype, an upper bound"
+        inner.assume("quantization_config", None, why)
         return counted
     inner.assume("quantization_config", fmt.name, "all linear layers are taken as quantised, embeddings and head not")
     return replace(counted, linear_format=fmt)

@@ -7,7 +7,7 @@ low end of the pool; otherwise there is a ConfigError that says what is too larg
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kvsteward.errors import ConfigError
 from kvsteward.ledger.device import Device
@@ -51,6 +51,7 @@ class Plan:
         return {
             "engine": self.engine,
             "command": self.command,
+            "settings": asdict(self.settings),
             "replicas": self.replicas,
             "enough": self.enough,
             "kv_pool_bytes": self.pool.to_dict(),
