@@ -8,7 +8,7 @@ import pytest
 
 from kvsteward.errors import ConfigError
 from kvsteward.ledger import Kind, ModelSpec
-from kvsteward.ledger.alloc import transformers
+from kvsteward.ledger.alloc import transformers, vllm
 
 GIB = 2**30
 BASE: dict[str, Any] = {
@@ -132,6 +132,7 @@ def test_shared_indexers_are_counted_once() -> None:
     made = spec(model_type="glm_moe_dsa", **latent, indexer_types=["full", "shared", "shared", "full"])
     assert made.kv_bytes_per_token() == 4 * 1152 + 2 * 132
     assert made.kv_bytes_per_token(kv_dtype="fp8_ds_mla") == 4 * 656 + 2 * 132
+    assert vllm.layout(made, vllm.VLLM(kv_dtype="fp8")).block_bytes == 16 * (4 * 656 + 2 * 132)
 
 
 @pytest.mark.parametrize(

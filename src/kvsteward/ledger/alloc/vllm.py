@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from kvsteward.errors import ConfigError
 from kvsteward.ledger.formats import Format
-from kvsteward.ledger.layers import Kind, Layer
+from kvsteward.ledger.layers import MIXED_LATENT, Kind, Layer
 from kvsteward.ledger.spec import FormatChoice, ModelSpec
 
 BLOCK_TOKENS = 16
@@ -195,7 +195,7 @@ def _check_heads(spec: ModelSpec, tp: int) -> None:
 
 
 def _rank_layout(spec: ModelSpec, stage: Sequence[Layer], settings: VLLM) -> Layout:
-    k_fmt, v_fmt = spec.formats(settings.kv_dtype, None, None)
+    k_fmt, v_fmt = spec.formats(_kv_dtype(stage, settings), None, None)
     kept = [layer for layer in stage if layer.kind not in {Kind.NONE, Kind.SHARED, Kind.CROSS}]
     if not kept:
         raise ConfigError("a pipeline stage without any cache: choose fewer stages")
@@ -207,6 +207,12 @@ def _rank_layout(spec: ModelSpec, stage: Sequence[Layer], settings: VLLM) -> Lay
     if not settings.hybrid_manager:
         kept = [replace(layer, kind=Kind.FULL, span_tokens=0) if layer.kind in _WINDOWED else layer for layer in kept]
     return _grouped(kept, k_fmt, v_fmt, settings)
+
+
+def _kv_dtype(stage: Sequence[Layer], settings: VLLM) -> FormatChoice:
+    """vLLM turns fp8 into its mixed format for latents with a sparse index."""
+    indexed = any(layer.kind is Kind.LATENT and layer.index_dim for layer in stage)
+    return MIXED_LATENT if indexed and settings.kv_dtype == "fp8" else settings.kv_dtype
 
 
 _WINDOWED = frozenset({Kind.SLIDING, Kind.CHUNKED})

@@ -6,7 +6,7 @@ unless it says otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvsteward.errors import ConfigError
 from kvsteward.ledger.alloc import llamacpp, vllm
@@ -35,10 +35,6 @@ class Deployment:
     max_num_batched_tokens: int
     known: Calibration | None = None
     version: tuple[int, int] = (0, 32)
-
-    def with_(self, **changes: object) -> Deployment:
-        """The same deployment with other settings."""
-        return replace(self, **changes)  # type: ignore[arg-type]
 
     @property
     def ranks(self) -> int:
