@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import reports
 
 from kvsteward.errors import ConfigError
 from kvsteward.ledger import Kind, ModelSpec
@@ -40,6 +45,17 @@ def test_deepseek_v4_pro_at_a_million_tokens() -> None:
     )  # fmt: skip
     assert round(made.kv_bytes(2**20) / GIB, 2) == 9.62
     assert len(made.draft_layers) == 1
+
+
+def test_deepseek_v4_pages_in_vllm() -> None:
+    """Five groups in a block as wide as the main caches; a short request is charged almost what a long one is."""
+    made = ModelSpec.from_hf_config(reports.models()["DeepSeek-V4-Flash"])
+    pages = vllm.layout(made, vllm.VLLM(kv_dtype="fp8", max_model_len=2**20))
+    assert pages.block_bytes == 21 * 37_440 + 20 * 1_728 + 21 * 8_640
+    assert [(group.count, group.block_tokens) for group in pages.groups] == [(1, 256), (2, 64), (1, 4), (1, 8)]
+    assert pages.request_bytes(20_000) > 0.6 * pages.request_bytes(2**20)
+    with pytest.raises(ConfigError, match="only known for vLLM"):
+        vllm.layout(made, vllm.VLLM(version=(0, 21)))
 
 
 def test_minicpm3_without_a_model_type() -> None:

@@ -35,6 +35,7 @@ def case_of(spec: ModelSpec, settings: vllm.VLLM) -> dict[str, Any]:
             "k_dim": layer.k_dim,
             "v_dim": layer.v_dim,
             "span": layer.span_tokens,
+            "index_dim": layer.index_dim,
             "state_bytes": vllm.state_page_bytes(layer, settings),
         }
         for layer in kept
@@ -50,6 +51,7 @@ def case_of(spec: ModelSpec, settings: vllm.VLLM) -> dict[str, Any]:
         "draft_tokens": settings.draft_tokens,
         "hybrid_manager": True,
         "pool_bytes": POOL_BYTES,
+        "ratios": [layer.ratio for layer in kept] if kept[0].kind is Kind.COMPRESSED else [],
     }
 
 

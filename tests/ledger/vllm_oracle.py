@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -43,7 +44,8 @@ def spec_of(layer: dict[str, Any], case: dict[str, Any]) -> Any:
         "dtype": DTYPES[case["bytes"]],
     }
     if kind == "latent":
-        return MLAAttentionSpec(**common)
+        packed = {"head_size": 656, "dtype": torch.uint8} if layer["index_dim"] and case["bytes"] == 1 else {}
+        return MLAAttentionSpec(**common | packed)
     common["head_size_v"] = layer["v_dim"]
     if kind == "sliding":
         return SlidingWindowSpec(**common, sliding_window=layer["span"])
@@ -52,9 +54,44 @@ def spec_of(layer: dict[str, Any], case: dict[str, Any]) -> Any:
     return FullAttentionSpec(**common)
 
 
+def compressed_specs(case: dict[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V4's caches, layer by layer, as vllm/models/deepseek_v4 declares them."""
+    eight_bit = case["bytes"] == 1
+    align, content = (576, 584) if eight_bit else (512, None)
+    dtype = torch.uint8 if eight_bit else torch.bfloat16
+    name = "fp8_ds_mla" if eight_bit else "auto"
+    found: dict[str, Any] = {}
+    for index, ratio in enumerate(case["ratios"]):
+        latent = {"num_kv_heads": 1, "max_tp_shards": 1, "head_size": 512, "dtype": dtype, "alignment": align}
+        latent |= {"cache_dtype_str": name, "state_content_bytes": content, "model_version": "deepseek_v4"}
+        found[f"{index}.swa"] = SlidingWindowMLASpec(block_size=64, sliding_window=128, **latent)
+        if not ratio:
+            continue
+        found[f"{index}.mla"] = MLAAttentionSpec(block_size=256, tokens_per_state=ratio, **latent)
+        found[f"{index}.state"] = state_spec(ratio, 512, align)
+        if ratio == 4:
+            key = {"num_kv_heads": 1, "max_tp_shards": 1, "head_size": 132, "dtype": torch.uint8, "alignment": align}
+            found[f"{index}.index"] = MLAAttentionSpec(block_size=256, tokens_per_state=ratio, **key)
+            found[f"{index}.index.state"] = state_spec(ratio, 128, align)
+    return found
+
+
+def state_spec(ratio: int, dim: int, align: int) -> Any:
+    overlap = 2 if ratio == 4 else 1
+    return SlidingWindowMLASpec(
+        block_size=4 if ratio == 4 else 8,
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=2 * overlap * dim,
+        dtype=torch.float32,
+        sliding_window=overlap * ratio,
+        alignment=align,
+    )
+
+
 def config_of(case: dict[str, Any]) -> Any:
     layout = SimpleNamespace(
-        get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
+        get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLNHC if case.get("ratios") else KVCacheLayout.LBNHC,
         mamba_cache_mode=case["state_mode"],
         num_gpu_blocks_override=None,
         prefix_cache_retention_interval=None,
@@ -73,6 +110,12 @@ def config_of(case: dict[str, Any]) -> Any:
 def answer(case: dict[str, Any]) -> dict[str, Any]:
     config = config_of(case)
     specs = {f"layer.{index}": spec_of(layer, case) for index, layer in enumerate(case["layers"])}
+    for index, layer in enumerate(case["layers"]):
+        if layer["kind"] == "latent" and layer["index_dim"]:
+            key = {"block_size": case["block_tokens"], "num_kv_heads": 1, "head_size": layer["index_dim"] + 4}
+            specs[f"layer.{index}.index"] = MLAAttentionSpec(**key, dtype=torch.uint8)
+    if case.get("ratios"):
+        specs = compressed_specs(case)
     groups = utils.get_kv_cache_groups(config, specs)
     made = utils.get_kv_cache_config_from_groups(config, groups, case["pool_bytes"])
     tokens, concurrency = utils.get_kv_cache_capacity(config, made)

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvsteward.errors import ConfigError
+from kvsteward.ledger.alloc import vllm_compressed
 from kvsteward.ledger.formats import Format
 from kvsteward.ledger.layers import MIXED_LATENT, Kind, Layer
 from kvsteward.ledger.spec import FormatChoice, ModelSpec
@@ -200,13 +201,26 @@ def _rank_layout(spec: ModelSpec, stage: Sequence[Layer], settings: VLLM) -> Lay
     if not kept:
         raise ConfigError("a pipeline stage without any cache: choose fewer stages")
     if any(layer.kind is Kind.COMPRESSED for layer in kept):
-        raise ConfigError(
-            f"vLLM's pages for the compressed layers of a {spec.architecture} are not known here",
-            hint="Use kv_bytes for what the model itself needs.",
-        )
+        return _compressed(spec, kept, k_fmt, settings)
     if not settings.hybrid_manager:
         kept = [replace(layer, kind=Kind.FULL, span_tokens=0) if layer.kind in _WINDOWED else layer for layer in kept]
     return _grouped(kept, k_fmt, v_fmt, settings)
+
+
+def _compressed(spec: ModelSpec, kept: list[Layer], k_fmt: Format, settings: VLLM) -> Layout:
+    if settings.version < vllm_compressed.SINCE:
+        raise ConfigError(
+            f"the pages of a {spec.architecture} are only known for vLLM {vllm_compressed.SINCE[0]}."
+            f"{vllm_compressed.SINCE[1]} and later",
+            hint="Use kv_bytes for what the model itself needs.",
+        )
+    made = vllm_compressed.buckets(kept, k_fmt)
+    counts, block_bytes = vllm_compressed.split(made)
+    groups = tuple(
+        Group(bucket.kind, count, len(bucket.pages), bucket.block_tokens, bucket.span_tokens)
+        for bucket, count in zip(made, counts, strict=True)
+    )
+    return Layout(settings, groups, block_bytes, 1, 0)
 
 
 def _kv_dtype(stage: Sequence[Layer], settings: VLLM) -> FormatChoice:
