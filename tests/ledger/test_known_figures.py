@@ -8,7 +8,7 @@ import pytest
 
 from kvsteward.errors import ConfigError
 from kvsteward.ledger import ModelSpec, budget_for, tokens_in
-from kvsteward.ledger.formats import get
+from kvsteward.ledger.formats import get, grouped
 
 LLAMA2_7B: dict[str, Any] = {
     "model_type": "llama",
@@ -80,6 +80,15 @@ def test_heads_are_replicated_beyond_their_number() -> None:
 def test_block_formats(name: str, block_bytes: int, block_values: int) -> None:
     assert get(name).size_bytes(block_values) == block_bytes
     assert get(name).size_bytes(block_values + 1) > block_bytes
+
+
+def test_grouped_formats_count_their_scales() -> None:
+    assert get("int4-g64").size_bytes(128) == 2 * (32 + 2)
+    assert grouped(8, 128, scale_bytes=4).size_bytes(128) == 132
+    assert grouped(4, 64, zero_bytes=2).size_bytes(64) == 36
+    for wrong in ("int9-g64", "int4-g0", "int4-g"):
+        with pytest.raises(ConfigError):
+            get(wrong)
 
 
 def test_falcon_7b_has_one_kv_head() -> None:

@@ -49,12 +49,14 @@ class Rung:
     deployment: Deployment
 
 
-def climb(start: Deployment, workload: Workload, context_tokens: int) -> Iterator[Rung]:
+def climb(start: Deployment, workload: Workload, context_tokens: int, *, quantise: bool = True) -> Iterator[Rung]:
     """The rungs from `start`, an engine with its defaults at the model's own limit, to more machines."""
     limit = start.max_model_len
     length = workload.typical_tokens
     current, before = start, start.sessions(limit).low
     for name, move in _MOVES:
+        if move is _quantise and not quantise:
+            continue
         changed, change, why = move(current, workload, context_tokens)
         after = changed.sessions(length).low
         if name != "shorten the context" and after < before:

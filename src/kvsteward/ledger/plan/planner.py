@@ -90,9 +90,7 @@ def make_plan(
     start = _smallest(spec, device, count, engine, weights, context, known)
     start = replace(start, max_model_len=spec.max_context_tokens or context)
     chosen, steps = replace(start, max_model_len=context), []
-    for rung in climb(start, workload, context):
-        if rung.step.name.startswith("quantise") and not allow_fp8_kv:
-            break
+    for rung in climb(start, workload, context, quantise=allow_fp8_kv):
         steps.append(rung.step)
         chosen = rung.deployment
         if rung.step.enough:
