@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvsteward.errors import ConfigError
-from kvsteward.ledger import ModelSpec, budget_for, tokens_in
+from kvsteward.ledger import ModelSpec, budget_for, capacity_tokens, tokens_in
 from kvsteward.ledger.formats import get, grouped
 
 LLAMA2_7B: dict[str, Any] = {
@@ -135,6 +135,7 @@ def test_missing_keys_are_named(key: str) -> None:
 def test_a_gibibyte_of_smollm2_on_vllm_cpu() -> None:
     budget = tokens_in(ModelSpec.from_hf_config(SMOLLM2), 2**30, block_tokens=128)
     assert budget.tokens == 46_592
+    assert int(capacity_tokens(ModelSpec.from_hf_config(SMOLLM2), 2**30, engine="vllm-cpu")) == 46_592
     assert budget_for(ModelSpec.from_hf_config(SMOLLM2), 46_592, block_tokens=128) <= 2**30
 
 
