@@ -125,7 +125,7 @@ def vllm_override(row: Row) -> Outcome:
     made, printed = vllm_layout(row), row["reported"]
     low, high = (made.blocks(end) for end in _gib_interval(row))
     ok = low <= printed["num_gpu_blocks"] <= high and made.printed_tokens(printed["override"]) == printed["kv_tokens"]
-    ok = ok and printed["override"] - 1 == printed["usable_blocks"]
+    ok = ok and made.usable_blocks(printed["override"]) == printed["usable_blocks"]
     return Outcome("exact", ok, f"{low:,}..{high:,} blocks", f"{printed['num_gpu_blocks']:,}")
 
 

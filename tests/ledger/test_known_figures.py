@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvsteward.errors import ConfigError
-from kvsteward.ledger import ModelSpec, budget_for, tokens_in
-from kvsteward.ledger.formats import get
+from kvsteward.ledger import ModelSpec, budget_for, capacity_tokens, tokens_in
+from kvsteward.ledger.formats import get, grouped
 
 LLAMA2_7B: dict[str, Any] = {
     "model_type": "llama",
@@ -82,6 +82,15 @@ def test_block_formats(name: str, block_bytes: int, block_values: int) -> None:
     assert get(name).size_bytes(block_values + 1) > block_bytes
 
 
+def test_grouped_formats_count_their_scales() -> None:
+    assert get("int4-g64").size_bytes(128) == 2 * (32 + 2)
+    assert grouped(8, 128, scale_bytes=4).size_bytes(128) == 132
+    assert grouped(4, 64, zero_bytes=2).size_bytes(64) == 36
+    for wrong in ("int9-g64", "int4-g0", "int4-g"):
+        with pytest.raises(ConfigError):
+            get(wrong)
+
+
 def test_falcon_7b_has_one_kv_head() -> None:
     config = {
         "model_type": "falcon",
@@ -126,6 +135,7 @@ def test_missing_keys_are_named(key: str) -> None:
 def test_a_gibibyte_of_smollm2_on_vllm_cpu() -> None:
     budget = tokens_in(ModelSpec.from_hf_config(SMOLLM2), 2**30, block_tokens=128)
     assert budget.tokens == 46_592
+    assert int(capacity_tokens(ModelSpec.from_hf_config(SMOLLM2), 2**30, engine="vllm-cpu")) == 46_592
     assert budget_for(ModelSpec.from_hf_config(SMOLLM2), 46_592, block_tokens=128) <= 2**30
 
 

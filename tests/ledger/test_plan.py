@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -19,6 +19,7 @@ from kvsteward.ledger import ModelSpec, find_device
 from kvsteward.ledger.plan import Calibration, Turn, Workload, calibrate, make_plan
 from kvsteward.ledger.plan.overhead import GIB, Interval, estimate
 
+relaxed = settings(deadline=None)  # shared machines stall
 VOCABULARIES = {
     "CodeLlama-7b": 32_016, "DeepSeek-V2-Lite": 102_400, "Llama-3-70B": 128_256, "Qwen2.5-7B": 152_064,
     "gemma-2-27b": 256_000, "gemma-2-2b": 256_000, "gemma-2-9b": 256_000, "gemma-3-27b": 262_208,
@@ -111,7 +112,7 @@ def test_small_workloads_need_no_late_rung() -> None:
 def test_fp8_is_left_out_when_not_wanted() -> None:
     plan = make_plan(llama(), find_device("L40S"), 1, AGENTS, model="m", allow_fp8_kv=False)
     assert plan.settings.kv_dtype == "auto"
-    assert RUNGS[2] not in [step.name for step in plan.steps]
+    assert [step.name for step in plan.steps] == [*RUNGS[:2], *RUNGS[3:]]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
@@ -145,6 +146,7 @@ def test_a_session_over_the_limit_is_compacted_and_said_so() -> None:
     assert "compacted" in figure.formula
 
 
+@relaxed
 @given(st.integers(1, 8), st.integers(1, 200))
 def test_more_devices_hold_no_fewer_sessions(count: int, sessions: int) -> None:
     load = Workload(8_000, 16_000, 24_000, 32_000, sessions=sessions)
@@ -153,12 +155,14 @@ def test_more_devices_hold_no_fewer_sessions(count: int, sessions: int) -> None:
     assert many.sessions.low >= few.sessions.low or many.enough
 
 
+@relaxed
 @given(st.lists(st.tuples(st.integers(1, 500_000), st.integers(1, 9_000)), min_size=1, max_size=60))
 def test_workloads_from_turns(pairs: list[tuple[int, int]]) -> None:
     turns = [Turn(f"s{index % 7}", tokens, answer, pause_s=index) for index, (tokens, answer) in enumerate(pairs)]
     load = Workload.from_turns(turns)
     assert load.context_p99_tokens <= max(tokens for tokens, _ in pairs)
-    assert load.context_p50_tokens <= load.typical_tokens
+    assert load.typical_tokens == sum(tokens for tokens, _ in pairs) // len(pairs) + load.output_tokens
+    assert load.capped(2 * load.output_tokens).typical_tokens <= 2 * load.output_tokens
     assert load.sessions == len({turn.session for turn in turns})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsteward.errors import ConfigError
@@ -13,6 +13,7 @@ from kvsteward.ledger import ModelSpec, budget_for, capacity_tokens, tokens_in
 from kvsteward.ledger.alloc import llamacpp, sglang, transformers, vllm
 from kvsteward.ledger.formats import get, names
 
+relaxed = settings(deadline=None)  # shared machines stall
 DIMS = st.sampled_from([32, 64, 80, 96, 128, 256])
 FORMATS = st.sampled_from(["f32", "f16", "bf16", "fp8", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"])
 
@@ -56,11 +57,13 @@ SPECS = configs().map(ModelSpec.from_hf_config)
 TOKENS = st.integers(0, 200_000)
 
 
+@relaxed
 @given(SPECS, TOKENS, st.integers(0, 5_000), FORMATS)
 def test_monotone_in_context(spec: ModelSpec, tokens: int, more: int, fmt: str) -> None:
     assert spec.kv_bytes(tokens, kv_dtype=fmt) <= spec.kv_bytes(tokens + more, kv_dtype=fmt)
 
 
+@relaxed
 @given(SPECS, TOKENS, st.sampled_from([1, 16, 32, 128]))
 def test_blocks_round_up_by_less_than_one(spec: ModelSpec, tokens: int, block: int) -> None:
     exact, padded = spec.kv_bytes(tokens), spec.kv_bytes(tokens, block_tokens=block)
@@ -68,12 +71,14 @@ def test_blocks_round_up_by_less_than_one(spec: ModelSpec, tokens: int, block: i
     assert padded == spec.kv_bytes(-(-tokens // block) * block)
 
 
+@relaxed
 @given(SPECS, TOKENS, st.sampled_from([1, 2, 4, 8, 16, 32]))
 def test_ranks_hold_at_least_the_whole(spec: ModelSpec, tokens: int, tp: int) -> None:
     assert tp * spec.kv_bytes(tokens, tp=tp) >= spec.kv_bytes(tokens)
     assert spec.kv_bytes(tokens, tp=tp) <= spec.kv_bytes(tokens)
 
 
+@relaxed
 @given(SPECS, TOKENS, st.integers(1, 8))
 def test_stages_hold_the_whole(spec: ModelSpec, tokens: int, pp: int) -> None:
     if pp <= len(spec.layers):
@@ -81,6 +86,7 @@ def test_stages_hold_the_whole(spec: ModelSpec, tokens: int, pp: int) -> None:
         assert pp * spec.kv_bytes(tokens, pp=pp) >= spec.kv_bytes(tokens)
 
 
+@relaxed
 @given(SPECS, TOKENS, FORMATS, FORMATS)
 def test_keys_and_values_add_up(spec: ModelSpec, tokens: int, k: str, v: str) -> None:
     mixed = spec.kv_bytes(tokens, k_dtype=k, v_dtype=v)
@@ -89,6 +95,7 @@ def test_keys_and_values_add_up(spec: ModelSpec, tokens: int, k: str, v: str) ->
     assert mixed + swapped == both
 
 
+@relaxed
 @given(SPECS, st.integers(0, 2**38), st.sampled_from([1, 16, 128]))
 def test_budget_and_tokens_are_inverse(spec: ModelSpec, budget: int, block: int) -> None:
     fits = tokens_in(spec, budget, block_tokens=block)
@@ -96,6 +103,7 @@ def test_budget_and_tokens_are_inverse(spec: ModelSpec, budget: int, block: int)
     assert budget_for(spec, fits.tokens + 1, block_tokens=block) > budget
 
 
+@relaxed
 @given(SPECS, st.integers(1, 100_000), st.integers(1, 16_384))
 def test_vllm_charges_at_least_what_the_model_keeps(spec: ModelSpec, tokens: int, batched: int) -> None:
     made = vllm.layout(spec, vllm.VLLM(max_model_len=tokens, max_num_batched_tokens=batched))
@@ -103,6 +111,7 @@ def test_vllm_charges_at_least_what_the_model_keeps(spec: ModelSpec, tokens: int
     assert made.pages(tokens) <= made.pages(tokens + 1)
 
 
+@relaxed
 @given(SPECS, st.integers(0, 2**36))
 def test_no_pool_is_larger_than_its_bytes(spec: ModelSpec, budget: int) -> None:
     made = vllm.layout(spec, vllm.VLLM())
@@ -115,11 +124,13 @@ def test_no_pool_is_larger_than_its_bytes(spec: ModelSpec, budget: int) -> None:
         assert llamacpp.buffers(spec, llamacpp.LlamaCpp(n_ctx=context)).total_bytes <= budget
 
 
+@relaxed
 @given(SPECS, st.integers(1, 50_000))
 def test_dynamic_never_exceeds_static(spec: ModelSpec, tokens: int) -> None:
     assert transformers.dynamic_bytes(spec, tokens) <= transformers.static_bytes(spec, tokens)
 
 
+@relaxed
 @given(SPECS, st.integers(1, 32_768), st.integers(1, 8))
 def test_full_windows_are_the_dearest(spec: ModelSpec, context: int, slots: int) -> None:
     some = llamacpp.buffers(spec, llamacpp.LlamaCpp(n_ctx=context, slots=slots))
@@ -127,6 +138,7 @@ def test_full_windows_are_the_dearest(spec: ModelSpec, context: int, slots: int)
     assert some.total_bytes <= full.total_bytes
 
 
+@relaxed
 @given(st.sampled_from(names()), st.integers(0, 10_000))
 def test_formats_hold_their_bits(name: str, values: int) -> None:
     fmt = get(name)
@@ -134,6 +146,7 @@ def test_formats_hold_their_bits(name: str, values: int) -> None:
     assert fmt.size_bytes(values) <= fmt.size_bytes(values + 1)
 
 
+@relaxed
 @given(SPECS, st.sampled_from(["vllm", "vllm-cpu", "sglang", "llamacpp", "transformers", "blocks"]))
 def test_every_engine_explains_its_figures(spec: ModelSpec, engine: str) -> None:
     made = capacity_tokens(spec, 2**34, engine=engine, max_model_len=4096)

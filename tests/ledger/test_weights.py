@@ -67,3 +67,25 @@ def test_unknown_families_are_not_counted() -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError, match="cannot be counted"):
         ModelSpec.from_hf_config(config).weight_bytes()
+
+
+@pytest.mark.shared_data
+@pytest.mark.skipif(not CONFIGS.is_dir(), reason="the recorded configs are not beside the repository")
+def test_recorded_quantisations() -> None:
+    plain = load("meta-llama__Meta-Llama-3-8B")
+    files = sorted((CONFIGS.parent / "configs_quant").glob("*.json"))
+    specs = [ModelSpec.from_hf_config(plain, quant=json.loads(path.read_text())) for path in files]
+    assert len(specs) == 28
+    assert sum(spec.kv_dtype_hint == "fp8" for spec in specs) == 25
+    assert all(any(item.field == "quantization_config" for item in spec.assumed) for spec in specs)
+
+
+def test_a_spec_in_short() -> None:
+    config = {
+        "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 128,
+        "torch_dtype": "float16",
+    }  # fmt: skip
+    answer = ModelSpec.from_hf_config(config).to_dict()
+    assert answer["layers"] == {"full": 2}
+    assert answer["kv_bytes_per_token"] == 2 * 2 * 2 * 64 * 2
+    assert json.loads(json.dumps(answer)) == answer

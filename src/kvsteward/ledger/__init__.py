@@ -16,6 +16,7 @@ from kvsteward.ledger.gguf import Header, parse_header
 from kvsteward.ledger.gguf_spec import read_header
 from kvsteward.ledger.layers import Kind, Layer
 from kvsteward.ledger.spec import Assumption, ModelSpec, Weights
+from kvsteward.ledger.vision import image_tokens
 
 __all__ = [
     "Account",
@@ -36,6 +37,7 @@ __all__ = [
     "devices",
     "find_device",
     "grouped",
+    "image_tokens",
     "parse_header",
     "read_header",
     "table",

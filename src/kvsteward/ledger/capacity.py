@@ -27,7 +27,7 @@ class _Request:
     k_dtype: FormatChoice | None = None
     v_dtype: FormatChoice | None = None
     max_num_batched_tokens: int = 8192
-    version: tuple[int, int] = (0, 30)
+    version: tuple[int, int] = (0, 32)
     prefix_caching: bool = True
     draft_tokens: int = 0
     slots: int = 1
@@ -74,7 +74,7 @@ def capacity_tokens(
     k_dtype: FormatChoice | None = None,
     v_dtype: FormatChoice | None = None,
     max_num_batched_tokens: int = 8192,
-    version: tuple[int, int] = (0, 30),
+    version: tuple[int, int] = (0, 32),
     prefix_caching: bool = True,
     draft_tokens: int = 0,
     slots: int = 1,

@@ -9,6 +9,7 @@ so on) for llama.cpp; NVFP4 = 16 E2M1 values and one E4M3 scale.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from kvsteward.errors import ConfigError
@@ -82,6 +83,7 @@ _FORMATS: dict[str, Format] = {
     )
 }
 
+_GROUPED = re.compile(r"int([2-8])-g([1-9][0-9]{0,5})")
 _ALIASES = {
     "float32": "f32",
     "fp32": "f32",
@@ -99,8 +101,14 @@ _ALIASES = {
 
 
 def get(name: str) -> Format:
-    """The format called `name` (any of the usual spellings, `torch.` allowed). ConfigError for an unknown one."""
+    """The format called `name` (any of the usual spellings, `torch.` allowed). ConfigError for an unknown one.
+
+    `int4-g64` is `grouped(4, 64)`: 4 bits, groups of 64 with an fp16 scale each.
+    """
     key = name.lower().removeprefix("torch.")
+    group = _GROUPED.fullmatch(key)
+    if group is not None:
+        return grouped(int(group[1]), int(group[2]))
     found = _FORMATS.get(_ALIASES.get(key, key))
     if found is None:
         known = ", ".join(sorted(_FORMATS))

@@ -20,14 +20,9 @@ from kvsteward.ledger.spec import ModelSpec, Weights
 
 _NESTED = ("text_config", "llm_config", "llm_cfg", "language_config", "thinker_config", "decoder", "text_model")
 _LAYER_KEYS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "decoder_layers",
-    "layers_block_type",
-    "block_types",
-)
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "layers_block_type", "block_types",
+    "hybrid_override_pattern",
+)  # fmt: skip
 _MAX_DEPTH = 4
 _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -65,6 +60,8 @@ def read_config(config: Mapping[str, Any], quant: Mapping[str, Any] | None = Non
         raise ConfigError("the model config is empty or not a JSON object")
     outer = Reader(config)
     inner = _with_class_defaults(_language_model(outer))
+    if not inner.has(*_LAYER_KEYS):
+        inner.count("num_hidden_layers")  # its error names the key
     family = _family(outer, inner)
     layers = family.layers(inner)
     if not layers or len(layers) > MAX_LAYERS:
@@ -139,7 +136,11 @@ def _dtype(outer: Reader, inner: Reader) -> str:
 
 def _weights(outer: Reader, inner: Reader, quant: Mapping[str, Any] | None) -> Weights | None:
     counted, fmt = weights.count_parameters(inner), quantisation.linear_format(outer, inner, quant)
-    if counted is None or fmt is None:
+    if counted is None or not quantisation.is_quantised(outer, inner, quant):
+        return counted
+    if fmt is None:
+        why = "mixed or unknown: the weights are counted in the model's own dtype, an upper bound"
+        inner.assume("quantization_config", None, why)
         return counted
     inner.assume("quantization_config", fmt.name, "all linear layers are taken as quantised, embeddings and head not")
     return replace(counted, linear_format=fmt)

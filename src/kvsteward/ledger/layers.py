@@ -93,10 +93,15 @@ class Layer:
         return self.heads_on_rank(tp) * fmt.size_bytes(self.v_dim)
 
     def index_bytes(self, fmt: Format) -> int:
-        """Indexer bytes of one entry. DeepSeek's kernels keep 8-bit keys with an fp32 scale: 132 bytes for 128."""
+        """Indexer bytes of one entry. DeepSeek's 8-bit keys have an fp32 scale: 132 bytes for 128.
+
+        Beside a latent they are always 8 bit; elsewhere they follow the keys.
+        """
         if not self.index_dim:
             return 0
-        return fmt.size_bytes(self.index_dim) if self.sharded else self.index_dim + 4
+        if self.kind is Kind.LATENT or (self.kind is Kind.COMPRESSED and fmt.bits <= 8):
+            return self.index_dim + 4
+        return fmt.size_bytes(self.index_dim)
 
     def _mixed_latent_bytes(self) -> int:
         """8-bit latent, 16-bit rope; scales: fp32 per 128 values (MLA: 656 bytes) or a byte per 64, to 8 (V4)."""

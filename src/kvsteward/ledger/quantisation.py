@@ -25,6 +25,11 @@ def linear_format(outer: Reader, inner: Reader, quant: Mapping[str, Any] | None)
     return _algorithm(section.text("quant_algo")) if section is not None else None
 
 
+def is_quantised(outer: Reader, inner: Reader, quant: Mapping[str, Any] | None) -> bool:
+    """Does the checkpoint say that it is quantised, understood here or not?"""
+    return bool(quant) or any(reader.sub("quantization_config") is not None for reader in (outer, inner))
+
+
 def kv_format(outer: Reader, inner: Reader, quant: Mapping[str, Any] | None) -> str | None:
     """`fp8` if the checkpoint carries scales for, or asks for, an 8-bit KV cache."""
     for reader in (outer, inner):

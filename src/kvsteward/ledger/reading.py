@@ -6,6 +6,7 @@ Knows keys, not models. Invariant: a value is either in the config, or listed in
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -94,6 +95,8 @@ def whole(value: object, name: str, least: int = 0) -> int:
     """`value` as a whole number in bounds. Takes 32.0, refuses NaN, infinities, booleans, text, negatives."""
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         value = int(value)
+    if not isinstance(value, bool | int) and hasattr(value, "__index__"):
+        value = operator.index(value)  # numpy's integers
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} must be a whole number, not {value!r}", param=name)
     if not least <= value <= LARGEST:

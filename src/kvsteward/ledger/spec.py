@@ -177,6 +177,25 @@ class ModelSpec:
         starts = [sum(sizes[:index]) for index in range(pp)]
         return tuple(self.layers[start : start + size] for start, size in zip(starts, sizes, strict=True))
 
+    def to_dict(self) -> dict[str, object]:
+        """The model in short, for people and for `--json`."""
+        kinds = {str(kind): self.count(kind) for kind in Kind if self.count(kind)}
+        return {
+            "architecture": self.architecture,
+            "layers": kinds,
+            "draft_layers": len(self.draft_layers),
+            "hidden_size": self.hidden_size,
+            "attention_heads": self.attention_heads,
+            "vocab_size": self.vocab_size,
+            "max_context_tokens": self.max_context_tokens,
+            "dtype": self.dtype,
+            "kv_dtype_hint": self.kv_dtype_hint,
+            "parameters": self.weights.total if self.weights is not None else None,
+            "kv_bytes_per_token": self.kv_bytes_per_token(),
+            "state_bytes": self.state_bytes(),
+            "assumed": [item.to_dict() for item in self.assumed],
+        }
+
     def count(self, kind: Kind) -> int:
         """How many decoder layers are of this kind."""
         return sum(1 for layer in self.layers if layer.kind is kind)

@@ -1,17 +1,21 @@
 """vLLM's KV cache: how layers become page groups, what a pool holds, what one request is charged.
 
-Knows the rules of versions 0.4 to 0.30. Invariant: `blocks` never exceed the bytes given, and a request is charged at
+Knows the rules of versions 0.4 to 0.32. Invariant: `blocks` never exceed the bytes given, and a request is charged at
 least what its layers logically hold.
 
 Sources (vllm/v1/core/kv_cache_utils.py, single_type_kv_cache_manager.py, model_executor/models/config.py), checked
 against the start-up logs in tests/ledger/data:
-- layers of one kind form groups; the group size is the smallest count, or the largest if that is below 1.25 times
-  the smallest; short groups are padded with empty layers; all groups share one page size;
-- a kind with fewer bytes per token gets a larger block, so that its page is as large;
-- full: ceil(L / b) pages; sliding: ceil(min(W - 1 + batched, L) / b) + 1; chunked: ceil(min(C + batched, L) / b);
-- a recurrent layer's page is its state; attention blocks grow, in steps of 16, until theirs is as large. A request
-  holds 1 state page (2 with prefix caching, mode `align`) and one more per drafted token;
+- layers of one kind form groups; the group size is the smallest count, or the largest if that is below 1.25 (later
+  1.5) times the smallest; short groups are padded with empty layers; all groups share one page size;
+- a kind with fewer bytes per token gets a larger block, so that its page is as large, or a padded page;
+- full: ceil(L / b) pages; sliding: ceil(min(W - 1 + flight, L) / b) + 1; chunked: ceil(min(C + flight, L) / b), where
+  flight is max_num_batched_tokens, later times the batches that asynchronous scheduling has under way (2);
+- a recurrent layer's page is its state; attention blocks grow, in steps of 16 (latents: 128), until theirs is as
+  large. A request holds 1 state page (2 with prefix caching, mode `align`) and one more per drafted token;
+- a pool keeps one null block for itself (V1), or a watermark of 1 % (V0);
 - tokens printed: `blocks // groups x block` up to 0.20, `int(concurrency x max_model_len)` from 0.21 on.
+The rules of 0.32 were compared with its own code (tests/ledger/vllm_oracle.py). Two of them changed between 0.21 and
+0.32, not before the first log that shows them: here both count from 0.22 on.
 """
 
 from __future__ import annotations
@@ -20,22 +24,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvsteward.errors import ConfigError
+from kvsteward.ledger.alloc import vllm_compressed
 from kvsteward.ledger.formats import Format
-from kvsteward.ledger.layers import Kind, Layer
+from kvsteward.ledger.layers import MIXED_LATENT, Kind, Layer
 from kvsteward.ledger.spec import FormatChoice, ModelSpec
 
 BLOCK_TOKENS = 16
 CPU_BLOCK_TOKENS = 128
-PROFILED_GRAPHS_SINCE = (0, 21)
 CONCURRENCY_LINE_SINCE = (0, 21)
 STATE_BLOCK_STEP = 16
+LATENT_BLOCK_STEP = 128
+IN_FLIGHT_SINCE = (0, 22)
+GROUP_SLACK, LATER_GROUP_SLACK = 1.25, 1.5
+V1_SINCE = (0, 9)
+V0_WATERMARK = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class VLLM:
     """The settings that change what vLLM allocates. `attention_block_tokens` is the block that its log announces."""
 
-    version: tuple[int, int] = (0, 30)
+    version: tuple[int, int] = (0, 32)
     block_tokens: int = BLOCK_TOKENS
     max_model_len: int = 8192
     max_num_batched_tokens: int = 8192
@@ -48,6 +57,15 @@ class VLLM:
     state_mode: str = "auto"
     attention_block_tokens: int | None = None
     hybrid_manager: bool = True
+    concurrent_batches: int | None = None
+
+    @property
+    def in_flight_tokens(self) -> int:
+        """Tokens scheduled and not yet settled: windows are charged for them. One batch, later one per stage or two."""
+        if self.version < IN_FLIGHT_SINCE:
+            return self.max_num_batched_tokens
+        batches = self.concurrent_batches or (2 if self.pp == 1 else self.pp)
+        return batches * self.max_num_batched_tokens
 
     @property
     def resolved_state_mode(self) -> str:
@@ -73,10 +91,10 @@ class Group:
         """Pages of one group for a request of `tokens`, the most it ever holds."""
         match self.kind:
             case Kind.SLIDING:
-                reach = min(self.span_tokens - 1 + settings.max_num_batched_tokens, tokens)
+                reach = min(self.span_tokens - 1 + settings.in_flight_tokens, tokens)
                 return -(-reach // self.block_tokens) + 1
             case Kind.CHUNKED:
-                return -(-min(self.span_tokens + settings.max_num_batched_tokens, tokens) // self.block_tokens)
+                return -(-min(self.span_tokens + settings.in_flight_tokens, tokens) // self.block_tokens)
             case Kind.STATE:
                 return self._state_pages(tokens, settings)
             case _:
@@ -126,6 +144,12 @@ class Layout:
             )
         return available_bytes // self.block_bytes
 
+    def usable_blocks(self, blocks: int) -> int:
+        """Blocks that requests can get: all but the null block (V1), or but the watermark of 1 % (V0, before 0.9)."""
+        if self.settings.version < V1_SINCE:
+            return blocks - int(V0_WATERMARK * blocks)
+        return max(0, blocks - 1)
+
     def pages(self, tokens: int) -> int:
         """Blocks that one request of `tokens` is charged, over all groups."""
         return sum(group.count * group.pages(tokens, self.settings) for group in self.groups)
@@ -172,18 +196,37 @@ def _check_heads(spec: ModelSpec, tp: int) -> None:
 
 
 def _rank_layout(spec: ModelSpec, stage: Sequence[Layer], settings: VLLM) -> Layout:
-    k_fmt, v_fmt = spec.formats(settings.kv_dtype, None, None)
+    k_fmt, v_fmt = spec.formats(_kv_dtype(stage, settings), None, None)
     kept = [layer for layer in stage if layer.kind not in {Kind.NONE, Kind.SHARED, Kind.CROSS}]
     if not kept:
         raise ConfigError("a pipeline stage without any cache: choose fewer stages")
     if any(layer.kind is Kind.COMPRESSED for layer in kept):
-        raise ConfigError(
-            f"vLLM's pages for the compressed layers of a {spec.architecture} are not known here",
-            hint="Use kv_bytes for what the model itself needs.",
-        )
+        return _compressed(spec, kept, k_fmt, settings)
     if not settings.hybrid_manager:
         kept = [replace(layer, kind=Kind.FULL, span_tokens=0) if layer.kind in _WINDOWED else layer for layer in kept]
     return _grouped(kept, k_fmt, v_fmt, settings)
+
+
+def _compressed(spec: ModelSpec, kept: list[Layer], k_fmt: Format, settings: VLLM) -> Layout:
+    if settings.version < vllm_compressed.SINCE:
+        raise ConfigError(
+            f"the pages of a {spec.architecture} are only known for vLLM {vllm_compressed.SINCE[0]}."
+            f"{vllm_compressed.SINCE[1]} and later",
+            hint="Use kv_bytes for what the model itself needs.",
+        )
+    made = vllm_compressed.buckets(kept, k_fmt)
+    counts, block_bytes = vllm_compressed.split(made)
+    groups = tuple(
+        Group(bucket.kind, count, len(bucket.pages), bucket.block_tokens, bucket.span_tokens)
+        for bucket, count in zip(made, counts, strict=True)
+    )
+    return Layout(settings, groups, block_bytes, 1, 0)
+
+
+def _kv_dtype(stage: Sequence[Layer], settings: VLLM) -> FormatChoice:
+    """vLLM turns fp8 into its mixed format for latents with a sparse index."""
+    indexed = any(layer.kind is Kind.LATENT and layer.index_dim for layer in stage)
+    return MIXED_LATENT if indexed and settings.kv_dtype == "fp8" else settings.kv_dtype
 
 
 _WINDOWED = frozenset({Kind.SLIDING, Kind.CHUNKED})
@@ -202,7 +245,8 @@ def _grouped(layers: list[Layer], k_fmt: Format, v_fmt: Format, settings: VLLM) 
     if len(kinds) == 1 and (Kind.STATE, 0) not in kinds:
         return _uniform(layers, k_fmt, v_fmt, settings)
     counts = [len(members) for members in kinds.values()]
-    size = max(counts) if max(counts) < min(counts) * 1.25 else min(counts)
+    slack = GROUP_SLACK if settings.version < IN_FLIGHT_SINCE else LATER_GROUP_SLACK
+    size = max(counts) if max(counts) < min(counts) * slack else min(counts)
     page, blocks = _unified_page(kinds, k_fmt, v_fmt, settings)
     groups = tuple(
         Group(kind, -(-len(members) // size), len(members), blocks[kind, span], span)
@@ -232,13 +276,25 @@ def _unified_page(
     base = settings.attention_block_tokens or settings.block_tokens
     states = [layer for (kind, _), members in kinds.items() if kind is Kind.STATE for layer in members]
     if states and settings.attention_block_tokens is None and rates:
-        state = max(state_page_bytes(layer, settings) for layer in states)
-        base = max(base, STATE_BLOCK_STEP * -(-state // (STATE_BLOCK_STEP * max(rates.values()))))
+        base = _block_for_states(kinds, states, max(rates.values()), settings)
     if not rates:
         return max(state_page_bytes(layer, settings) for layer in states), dict.fromkeys(kinds, settings.max_model_len)
     page = base * max(rates.values())
-    blocks = {key: page // rates[key] if key in rates else base for key in kinds}
+    fits = {key: page % (base * rate) == 0 for key, rate in rates.items()}
+    if not all(fits.values()) and settings.version < IN_FLIGHT_SINCE:
+        raise ConfigError(f"this vLLM cannot give layers of {sorted(rates.values())} bytes a token one page size")
+    blocks = {key: page // rates[key] if fits.get(key) else base for key in kinds}
     return page, blocks
+
+
+def _block_for_states(
+    kinds: dict[tuple[Kind, int], list[Layer]], states: list[Layer], rate: int, settings: VLLM
+) -> int:
+    """The attention block whose page holds the largest state, in whole steps."""
+    latent = any(layer.kind is Kind.LATENT for members in kinds.values() for layer in members)
+    step = max(settings.block_tokens, LATENT_BLOCK_STEP if latent else STATE_BLOCK_STEP)
+    state = max(state_page_bytes(layer, settings) for layer in states)
+    return step * -(-state // (step * rate))
 
 
 def state_page_bytes(layer: Layer, settings: VLLM) -> int:

@@ -6,9 +6,10 @@ Knows nothing of command lines. Invariant: every step starts from the one before
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvsteward.errors import ConfigError
+from kvsteward.ledger.plan.pace import pace
 from kvsteward.ledger.plan.pool import Deployment
 from kvsteward.ledger.plan.workload import Workload
 
@@ -48,12 +49,14 @@ class Rung:
     deployment: Deployment
 
 
-def climb(start: Deployment, workload: Workload, context_tokens: int) -> Iterator[Rung]:
+def climb(start: Deployment, workload: Workload, context_tokens: int, *, quantise: bool = True) -> Iterator[Rung]:
     """The rungs from `start`, an engine with its defaults at the model's own limit, to more machines."""
     limit = start.max_model_len
     length = workload.typical_tokens
     current, before = start, start.sessions(limit).low
     for name, move in _MOVES:
+        if move is _quantise and not quantise:
+            continue
         changed, change, why = move(current, workload, context_tokens)
         after = changed.sessions(length).low
         if name != "shorten the context" and after < before:
@@ -69,13 +72,13 @@ Move = tuple[Deployment, str, str]
 def _shorten(now: Deployment, workload: Workload, context_tokens: int) -> Move:
     change = f"max_model_len {now.max_model_len:,} -> {context_tokens:,}; {workload.typical_tokens:,} tokens a session"
     why = "a pool sized for the model's limit holds few; sessions are as long as the workload's, not the model's"
-    return now.with_(max_model_len=context_tokens), change, why
+    return replace(now, max_model_len=context_tokens), change, why
 
 
 def _tune(now: Deployment, workload: Workload, _context: int) -> Move:
     running = min(workload.sessions, 256)
     batch = SMALL_BATCH_TOKENS if any(layer.span_tokens for layer in now.spec.layers) else now.max_num_batched_tokens
-    changed = now.with_(utilization=TUNED_UTILIZATION, max_num_seqs=running, max_num_batched_tokens=batch)
+    changed = replace(now, utilization=TUNED_UTILIZATION, max_num_seqs=running, max_num_batched_tokens=batch)
     change = (
         f"utilization {now.utilization:.2f} -> {TUNED_UTILIZATION}, max_num_seqs {running}, batched tokens {batch:,}"
     )
@@ -85,7 +88,7 @@ def _tune(now: Deployment, workload: Workload, _context: int) -> Move:
 
 def _quantise(now: Deployment, _workload: Workload, _context: int) -> Move:
     why = "half the bytes a token; recurrent states stay as they are. Check the quality on your own prompts"
-    return now.with_(kv_dtype="fp8"), f"KV dtype {now.kv_dtype} -> fp8", why
+    return replace(now, kv_dtype="fp8"), f"KV dtype {now.kv_dtype} -> fp8", why
 
 
 def _split(now: Deployment, workload: Workload, _context: int) -> Move:
@@ -94,12 +97,16 @@ def _split(now: Deployment, workload: Workload, _context: int) -> Move:
     for tp in TENSOR_SIZES:
         if tp * now.pp > devices:
             continue
-        trial = now.with_(tp=tp, replicas=devices // (tp * now.pp))
+        trial = replace(now, tp=tp, replicas=devices // (tp * now.pp))
         held = _sessions_or_none(trial, workload)
         if held is not None and held > most:
             best, most = trial, held
     change = f"TP {now.tp} x {now.replicas} -> TP {best.tp} x {best.replicas} replicas"
-    why = "splitting frees weights for KV, and its overhead, until KV heads run out"
+    speed = pace(best, workload)
+    share = speed.prefill_s / speed.turn_s if speed.turn_s else 0.0
+    why = (
+        f"splitting frees weights for KV until KV heads run out; prefill, what P/D takes away, is {share:.0%} of a turn"
+    )
     if any(not layer.sharded for layer in now.spec.layers):
         why = f"a latent is on every rank: data-parallel attention would hold up to {best.tp} x as many sessions"
     return best, change, why

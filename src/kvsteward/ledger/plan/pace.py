@@ -22,9 +22,10 @@ _ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds of a turn with its prefix cached, of a prefill of all of it, and sessions in a turn at once."""
+    """Seconds of a turn with its prefix cached, of its prefill, of a prefill of it all; sessions in a turn at once."""
 
     turn_s: float
+    prefill_s: float
     cold_prefill_s: float
     running: float
 
@@ -40,7 +41,7 @@ def pace(at: Deployment, workload: Workload) -> Pace:
     for _ in range(_ROUNDS):
         turn = warm + workload.output_tokens * _step_s(at, running, size)
         running = max(1.0, min(share, workload.running(turn) / at.replicas))
-    return Pace(turn, cold, running)
+    return Pace(turn, warm, cold, running)
 
 
 def _step_s(at: Deployment, running: float, session_bytes: int) -> float:

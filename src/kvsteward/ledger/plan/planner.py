@@ -7,7 +7,7 @@ low end of the pool; otherwise there is a ConfigError that says what is too larg
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from kvsteward.errors import ConfigError
 from kvsteward.ledger.device import Device
@@ -51,6 +51,7 @@ class Plan:
         return {
             "engine": self.engine,
             "command": self.command,
+            "settings": asdict(self.settings),
             "replicas": self.replicas,
             "enough": self.enough,
             "kv_pool_bytes": self.pool.to_dict(),
@@ -87,11 +88,9 @@ def make_plan(
     weights = spec.weight_bytes(weight_dtype) if weight_bytes is None else weight_bytes
     context = context_length(spec, workload)
     start = _smallest(spec, device, count, engine, weights, context, known)
-    start = start.with_(max_model_len=spec.max_context_tokens or context)
-    chosen, steps = start.with_(max_model_len=context), []
-    for rung in climb(start, workload, context):
-        if rung.step.name.startswith("quantise") and not allow_fp8_kv:
-            break
+    start = replace(start, max_model_len=spec.max_context_tokens or context)
+    chosen, steps = replace(start, max_model_len=context), []
+    for rung in climb(start, workload, context, quantise=allow_fp8_kv):
         steps.append(rung.step)
         chosen = rung.deployment
         if rung.step.enough:
@@ -118,7 +117,7 @@ def _smallest(
             DEFAULT_BATCH_TOKENS, known,
         )  # fmt: skip
         try:
-            if last.starts or last.with_(kv_dtype="fp8", utilization=0.95, max_num_seqs=256).starts:
+            if last.starts or replace(last, kv_dtype="fp8", utilization=0.95, max_num_seqs=256).starts:
                 return last
         except ConfigError:
             if tp == 1:

@@ -6,7 +6,7 @@ unless it says otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvsteward.errors import ConfigError
 from kvsteward.ledger.alloc import llamacpp, vllm
@@ -34,11 +34,7 @@ class Deployment:
     max_num_seqs: int
     max_num_batched_tokens: int
     known: Calibration | None = None
-    version: tuple[int, int] = (0, 30)
-
-    def with_(self, **changes: object) -> Deployment:
-        """The same deployment with other settings."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+    version: tuple[int, int] = (0, 32)
 
     @property
     def ranks(self) -> int:

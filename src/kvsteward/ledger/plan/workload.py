@@ -40,11 +40,14 @@ class Workload:
     turns_per_minute: float | None = None
     pause_s: float = 10.0
     reused_ratio: float = 0.9
+    context_mean_tokens: int | None = None
 
     def __post_init__(self) -> None:
         marks = (self.context_p50_tokens, self.context_p90_tokens, self.context_p95_tokens, self.context_p99_tokens)
         if marks[0] < 1 or list(marks) != sorted(marks):
             raise ConfigError(f"context percentiles must rise from 1 token up, not {marks}")
+        if self.context_mean_tokens is not None and self.context_mean_tokens < 1:
+            raise ConfigError(f"a mean context cannot be {self.context_mean_tokens} tokens")
         if self.sessions < 1 or self.output_tokens < 1:
             raise ConfigError("a workload needs a session and an output of 1 token or more")
         rates = (self.turns_per_minute or 0.0, self.pause_s, self.reused_ratio)
@@ -69,6 +72,7 @@ class Workload:
             output_tokens=max(1, int(percentile(outputs, 95))),
             sessions=sessions or len({turn.session for turn in listed}),
             pause_s=percentile(pauses, 50),
+            context_mean_tokens=max(1, total // len(listed)),
             reused_ratio=min(1.0, sum(turn.cached_tokens for turn in listed) / total) if total else 0.0,
         )
 
@@ -81,6 +85,7 @@ class Workload:
             context_p90_tokens=min(most, self.context_p90_tokens),
             context_p95_tokens=min(most, self.context_p95_tokens),
             context_p99_tokens=min(most, self.context_p99_tokens),
+            context_mean_tokens=None if self.context_mean_tokens is None else min(most, self.context_mean_tokens),
         )
 
     def running(self, service_s: float) -> float:
@@ -92,10 +97,13 @@ class Workload:
 
     @property
     def typical_tokens(self) -> int:
-        """A session's tokens for sums over many sessions: the mean of the percentiles, weighted by their span.
+        """A session's tokens for sums over many sessions: the mean context, and an answer.
 
-        `0.5 p50 + 0.4 (p50 + p90) / 2 + 0.1 (p90 + p99) / 2`: above the true mean for the skewed lengths of agents.
+        Without a recorded mean, `0.5 p50 + 0.4 (p50 + p90) / 2 + 0.1 (p90 + p99) / 2`, which lies above it for skewed
+        lengths: by 27 % for the 31,932 requests of 471 public coding sessions (Weka traces).
         """
+        if self.context_mean_tokens is not None:
+            return self.context_mean_tokens + self.output_tokens
         middle = (self.context_p50_tokens + self.context_p90_tokens) / 2
         upper = (self.context_p90_tokens + self.context_p99_tokens) / 2
         return math.ceil(0.5 * self.context_p50_tokens + 0.4 * middle + 0.1 * upper) + self.output_tokens
