@@ -25,10 +25,11 @@ Shorten = Callable[[Item, int], str | None]
 """Shortens an item's text to about so many tokens; None if it cannot."""
 
 MAX_FACTS, MAX_STUBS, MAX_REQUESTS = 1_000, 400, 200
-HASH_CHARS = 10
+HASH_CHARS = 8
 _HEADER = "[kvsteward] {dropped} earlier messages are condensed here. Nothing is lost: each hash names a full message."
 _REQUEST_SHARE, _SUMMARY_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.3, 160
 _REQUEST_CHARS = 600
+_LABEL_CHARS = 32
 
 SUMMARY_INSTRUCTION = (
     "Summarise our conversation so far for your own later use, in at most {words} words. State: what the user wants, "
@@ -149,7 +150,7 @@ def _labels(items: Iterable[Item]) -> dict[str, str]:
         for call in item.message.get("tool_calls") or ():
             function = call.get("function") or {}
             arguments = " ".join(str(function.get("arguments") or "").split())
-            brief = arguments if len(arguments) <= 80 else arguments[:77] + "..."
+            brief = arguments if len(arguments) <= _LABEL_CHARS else arguments[: _LABEL_CHARS - 3] + "..."
             labels[call["id"]] = f"{function.get('name', 'call')} {brief}".strip()
     return labels
 
