@@ -32,7 +32,7 @@ check: setup  ## format, lint, types, room contract
 	$(BIN)/lint-imports
 
 test: setup check  ## all checks and all tests that need no second environment
-	sh scripts/setup-browser.sh
+	bash scripts/setup-browser.sh
 	$(BIN)/pytest -m "not vllm"
 
 .venv-vllm/.done:

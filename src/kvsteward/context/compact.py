@@ -25,10 +25,10 @@ Shorten = Callable[[Item, int], str | None]
 """Shortens an item's text to about so many tokens; None if it cannot."""
 
 MAX_FACTS, MAX_STUBS, MAX_REQUESTS = 1_000, 400, 200
-HASH_CHARS = 10
+HASH_CHARS = 8
 _HEADER = "[kvsteward] {dropped} earlier messages are condensed here. Nothing is lost: each hash names a full message."
 _REQUEST_SHARE, _SUMMARY_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.3, 160
-_REQUEST_CHARS, _LABEL_CHARS = 600, 60
+_REQUEST_CHARS, _LABEL_CHARS = 600, 48
 
 SUMMARY_INSTRUCTION = (
     "Summarise our conversation so far for your own later use, in at most {words} words. State: what the user wants, "

@@ -74,11 +74,17 @@ def argument_values(message: Mapping[str, Any]) -> list[str]:
         function = call.get("function") or {}
         for leaf in _leaves(function.get("arguments")):
             leaf = leaf.strip()
-            if 3 <= len(leaf) <= 60 and "\n" not in leaf:
+            if 3 <= len(leaf) <= 60 and "\n" not in leaf and not _is_statement(leaf):
                 found.setdefault(leaf)
             for value in values(leaf):
-                found.setdefault(value)
+                if not _is_statement(value):
+                    found.setdefault(value)
     return list(found)[:MAX_VALUES]
+
+
+def _is_statement(text: str) -> bool:
+    """A query or a command: the values in it are facts, it is not. (It would cost as much as five of them.)"""
+    return len(text) > 24 and " " in text
 
 
 def _leaves(arguments: Any) -> Iterable[str]:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from kvsteward.context.compact import SUMMARY_INSTRUCTION, compact, droppable_tokens
+from kvsteward.context.compact import HASH_CHARS, SUMMARY_INSTRUCTION, compact, droppable_tokens
 from kvsteward.context.distill.base import Hints
 from kvsteward.context.distill.registry import distil
 from kvsteward.context.layout import Epoch, Item, Message, View, with_text
@@ -232,7 +232,7 @@ def _distilled(item: Item, limit: int, hints: Hints, estimator: Estimator) -> st
     room = limit - estimator.text(footer) - 16
     result = distil(item.text, max(32, room), hints, estimator.text)
     text = result.text + footer.format(
-        kind=result.kind, before=estimator.text(item.text), note=result.note, hash=item.hash[:10]
+        kind=result.kind, before=estimator.text(item.text), note=result.note, hash=item.hash[:HASH_CHARS]
     )
     return text if estimator.text(text) < estimator.text(item.text) else None
 

@@ -29,7 +29,7 @@ from kvsteward.lab.demo.server import served
 
 Progress = Callable[[str, int], None]
 """Told the mode and the number of turns that are done."""
-_HASH = re.compile(r"(?<![0-9a-f])[0-9a-f]{10,64}(?![0-9a-f])")
+_HASH = re.compile(r"(?<![0-9a-f])[0-9a-f]{8,64}(?![0-9a-f])")
 _MAX_HASHES = 400
 
 

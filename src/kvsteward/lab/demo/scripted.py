@@ -172,7 +172,7 @@ class _Agent:
 
         return _Task(
             f"Back to {place}: show the lines of its {which} order and the city of the customer whose address you "
-            "looked up then. Note the discount step that you read in the code under that list's ticket, and look up what you "
-            "found after it.",
+            "looked up then. Note the discount step that you read in the code under that list's ticket, and look up "
+            "what you found after it.",
             calls(),
         )
