@@ -198,7 +198,7 @@ async def test_a_hundred_turns_in_a_small_budget(start):
     assert [e["message"] for e in log["data"]] == history, "nothing that was said is lost"
     view = await gateway.get("/v1/sessions/books/view")
     stub = next(m["content"] for m in view["messages"] if "condensed" in str(m["content"]))
-    hashes = [word for word in stub.split() if len(word) == 10 and all(c in "0123456789abcdef" for c in word)]
+    hashes = [word for word in stub.split() if len(word) == 8 and all(c in "0123456789abcdef" for c in word)]
     item = await gateway.get(f"/v1/sessions/books/items/{hashes[0]}")
     assert item["message"] in history
     found = await gateway.get("/v1/sessions/books/log?q=INV-00003")

@@ -196,9 +196,12 @@ def _extract(earlier: str, dropped: Sequence[Item], room: int, estimator: Estima
             lines.append(f"- {_middle_cut(first, 160)}")
     chosen: list[str] = []
     for line in reversed(lines):
-        room -= estimator.text(line)
-        if room < 0:
+        cost = estimator.text(line)
+        if cost > room and not chosen:
+            line = _middle_cut(line, len(line) * room // cost)
+        elif cost > room:
             break
+        room -= cost
         chosen.append(line)
     return "\n".join(reversed(chosen))
 

@@ -219,6 +219,12 @@ class Desk:
             self._views.popitem(last=False)
         return shown
 
+    def recount(self, session_id: str, node: str, view: View) -> None:
+        """The engine has counted the view at an entry."""
+        shown = self._views.get((session_id, node))
+        if shown is not None:
+            self._views[(session_id, node)] = replace(shown, view=view)
+
     def forget(self, session_id: str) -> None:
         for key in [key for key in self._views if key[0] == session_id]:
             del self._views[key]

@@ -341,6 +341,9 @@ class AnswerLog:
             return
         estimate = desk.estimator.message(message)
         tokens = usage.output_tokens if usage and usage.output_tokens else estimate
+        if usage:  # a client may replace this answer by another: then the count of the prompt is still known
+            known = view.counted(usage.prompt_tokens, view.known_for)
+            desk.recount(session.id, self._resolved.head, known)
         item = Item(link(self._resolved.head, message), view.depth + 1, message, tokens, tokens)
         view = view.with_items([item])
         if usage:
