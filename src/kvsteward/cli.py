@@ -46,6 +46,9 @@ def serve(
         int | None, typer.Option(help="Embedded: the longest prompt + answer of a session, in tokens.")
     ] = None,
     slots: Annotated[int, typer.Option(help="Embedded: sessions whose KV is resident at the same time.")] = 4,
+    threads: Annotated[
+        int | None, typer.Option(help="Embedded: threads for prefill and decode. Default: all cores but one.")
+    ] = None,
     kv: Annotated[
         str, typer.Option(help="Embedded: KV cache type, `f16`, `q8_0`, `q4_0`, or K and V apart: `q8_0:f16`.")
     ] = "f16",
@@ -77,7 +80,7 @@ def serve(
     from kvsteward.gateway.serve import ServeOptions, run
 
     options = ServeOptions(
-        engine=engine, host=host, port=port, model=model, ctx=ctx, slots=slots, kv=kv, upstream_key=upstream_key,
+        engine=engine, host=host, port=port, model=model, ctx=ctx, slots=slots, threads=threads, kv=kv, upstream_key=upstream_key,
         store=store or default_store(), budget=budget, mode=mode, ttl_s=ttl, log_days=log_days, high_water=high_water,
         low_water=low_water, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
         max_body_mib=max_body_mib, tenants=tenants,

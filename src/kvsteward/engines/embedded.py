@@ -13,6 +13,7 @@ import secrets
 import sys
 from collections import deque
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
@@ -186,6 +187,7 @@ class EmbeddedEngine(LlamaServerEngine):
         pool = options.kv_tokens if options.kv_unified and options.kv_tokens else context and slots * context
         return replace(
             info,
+            version=f"xllamacpp {version('xllamacpp')}",
             kv_capacity_tokens=pool,
             k_dtype=options.k_type,
             v_dtype=options.v_type,

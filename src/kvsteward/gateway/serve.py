@@ -34,6 +34,7 @@ class ServeOptions:
     model: Path | None
     ctx: int | None
     slots: int
+    threads: int | None
     kv: str
     upstream_key: str | None
     store: str
@@ -89,6 +90,7 @@ def engine_spec(options: ServeOptions) -> EngineSpec:
         model=options.model,
         slots=options.slots if kind in {"embedded", "scripted"} else None,
         context_tokens=options.ctx,
+        threads=options.threads,
         k_type=k_type,
         v_type=v_type or k_type,
     )
