@@ -80,8 +80,9 @@ def serve(
     from kvsteward.gateway.serve import ServeOptions, run
 
     options = ServeOptions(
-        engine=engine, host=host, port=port, model=model, ctx=ctx, slots=slots, threads=threads, kv=kv, upstream_key=upstream_key,
-        store=store or default_store(), budget=budget, mode=mode, ttl_s=ttl, log_days=log_days, high_water=high_water,
+        engine=engine, host=host, port=port, model=model, ctx=ctx, slots=slots, threads=threads, kv=kv,
+        upstream_key=upstream_key, store=store or default_store(), budget=budget, mode=mode, ttl_s=ttl,
+        log_days=log_days, high_water=high_water,
         low_water=low_water, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
         max_body_mib=max_body_mib, tenants=tenants,
     )  # fmt: skip

@@ -59,7 +59,8 @@ async def test_smollm2_capacity_is_what_its_architecture_says() -> None:
     assert info.kv_capacity_tokens == 2 * 8192
     assert info.max_running == 2
     assert (info.k_dtype, info.v_dtype, info.streams_only) == ("f16", "f16", True)
-    assert info.weight_bytes == default_model().stat().st_size
+    file_bytes = default_model().stat().st_size
+    assert 0.98 * file_bytes < info.weight_bytes < file_bytes, "the tensors: all of the file but its header"
 
 
 async def test_one_pool_for_all_slots_and_eight_bit_cache() -> None:
@@ -207,7 +208,7 @@ async def test_a_missing_model_file_is_named_in_the_error() -> None:
 
 async def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "junk.gguf").write_bytes(os.urandom(4096))
-    with pytest.raises(EngineError, match=r"head\.gguf: .* inside its header"):
+    with pytest.raises(EngineError, match=r"junk\.gguf: not a GGUF file"):
         await EmbeddedEngine(EmbeddedOptions(model=tmp_path / "junk.gguf")).start()
 
 

@@ -13,7 +13,7 @@ import secrets
 import sys
 from collections import deque
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
@@ -107,6 +107,7 @@ class EmbeddedEngine(LlamaServerEngine):
         self._options = _checked(options)
         self._policy = restarts or RestartPolicy()
         self._model = options.model or default_model()
+        self._version: str | None = None
         self._starting = asyncio.Lock()
         self._restarts: deque[float] = deque()
         self._child: _Child | None = None
@@ -138,7 +139,7 @@ class EmbeddedEngine(LlamaServerEngine):
                 await child.stop()
 
     async def _launch(self) -> None:
-        facts = await asyncio.to_thread(_facts_of, self._model)
+        facts, self._version = await asyncio.to_thread(lambda: (_facts_of(self._model), _engine_version()))
         child = await _Child.spawn(self._child_params(facts), self._options.start_limit_s)
         await self._client.close()
         self._client = HttpClient(replace(self._client.options, url=child.url)).open()
@@ -187,7 +188,7 @@ class EmbeddedEngine(LlamaServerEngine):
         pool = options.kv_tokens if options.kv_unified and options.kv_tokens else context and slots * context
         return replace(
             info,
-            version=f"xllamacpp {version('xllamacpp')}",
+            version=self._version,
             kv_capacity_tokens=pool,
             k_dtype=options.k_type,
             v_dtype=options.v_type,
@@ -326,6 +327,13 @@ def default_model() -> Path:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _engine_version() -> str | None:
+    try:
+        return f"xllamacpp {version('xllamacpp')}"
+    except PackageNotFoundError:
+        return None  # the child will say that it is not installed
 
 
 def _facts_of(model: Path) -> GgufFacts:
