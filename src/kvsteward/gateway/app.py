@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-import uuid
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +17,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -59,6 +60,7 @@ class Steward:
         self.samples: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
         self.recent_ttft_s: deque[float] = deque(maxlen=200)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._ended: dict[str, Counter] = {}
 
     @staticmethod
     def now() -> float:
@@ -119,6 +121,12 @@ class Steward:
                 hint=f"Models of this deployment: {', '.join(models)}.",
                 param="model",
             )
+
+    def count_turn(self, outcome: str) -> None:
+        counter = self._ended.get(outcome)
+        if counter is None:
+            counter = self._ended[outcome] = self.telemetry.turns.labels(outcome)
+        counter.inc()
 
     def count_prepared(self, prepared: Prepared, seconds: float) -> None:
         self.telemetry.prepare_time.observe(seconds)
@@ -261,7 +269,7 @@ def _request_id(exchange: Exchange) -> str:
     sent = exchange.headers.get("x-request-id", "")
     if sent and len(sent) <= _MAX_REQUEST_ID_CHARS and sent.isascii() and sent.isprintable():
         return sent
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 def create_app(settings: Settings, engine: Engine, store: SessionStore) -> Gateway:
