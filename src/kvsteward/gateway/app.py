@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -249,7 +248,7 @@ class Gateway:
             await self._router(scope, receive, send)
             return
         exchange = Exchange(scope, receive, send)
-        request_id = _request_id(exchange)
+        request_id = _request_id(exchange) or self.steward.desk.ids.new()
         exchange.reply_headers["x-request-id"] = request_id
         try:
             tenant = tenant_of(exchange.headers, self.steward.settings)
@@ -266,10 +265,11 @@ class Gateway:
 
 
 def _request_id(exchange: Exchange) -> str:
+    """The client's own, if it is usable, else empty."""
     sent = exchange.headers.get("x-request-id", "")
     if sent and len(sent) <= _MAX_REQUEST_ID_CHARS and sent.isascii() and sent.isprintable():
         return sent
-    return os.urandom(16).hex()
+    return ""
 
 
 def create_app(settings: Settings, engine: Engine, store: SessionStore) -> Gateway:

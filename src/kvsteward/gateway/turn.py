@@ -395,10 +395,10 @@ async def events_of(reply: EngineReply, reader: AnswerReader) -> AsyncIterator[b
             continue
         for event in events:
             reader.feed(event)
-        if data_of(events[-1]) == b"[DONE]":
+        if b"[DONE]" in events[-1] and data_of(events[-1]) == b"[DONE]":
             events.pop()
         if events:
-            yield b"".join(events)
+            yield events[0] if len(events) == 1 else b"".join(events)
 
 
 def without_usage(events: bytes) -> bytes:
