@@ -45,9 +45,20 @@ class Contender:
 
     name: str
     url: str
+    pid: int
     rates: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     p50_ms: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     p99_ms: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    cpu_us: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    """Processor time of the server (all its threads, user and system) for one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a server listens, and its process."""
+
+    url: str
+    pid: int
 
 
 # -- the servers ----------------------------------------------------------------------------------------------------
@@ -78,33 +89,33 @@ def printed_port(child: subprocess.Popen[str], log: Path) -> int:
     return int(line) if line.isdigit() else int(line.split("http://", 1)[1].split(" ", 1)[0].rsplit(":", 1)[1])
 
 
-def upstream(stack: ExitStack, folder: Path) -> str:
+def upstream(stack: ExitStack, folder: Path) -> Server:
     log = folder / "upstream.log"
     child = stack.enter_context(process([sys.executable, str(HERE / "_upstream.py")], log))
-    return f"http://127.0.0.1:{printed_port(child, log)}"
+    return Server(f"http://127.0.0.1:{printed_port(child, log)}", child.pid)
 
 
-def kvsteward(stack: ExitStack, folder: Path, engine: str, mode: str) -> str:
+def kvsteward(stack: ExitStack, folder: Path, engine: str, mode: str) -> Server:
     log = folder / f"{mode}.log"
     command = [sys.executable, "-m", "kvsteward", "serve", "--engine", f"openai={engine}", "--port", "0"]
     command += ["--mode", mode, "--store", str(folder / f"{mode}.db")]
     child = stack.enter_context(process(command, log))
-    return f"http://127.0.0.1:{printed_port(child, log)}"
+    return Server(f"http://127.0.0.1:{printed_port(child, log)}", child.pid)
 
 
-def bare(stack: ExitStack, folder: Path, engine: str) -> str:
+def bare(stack: ExitStack, folder: Path, engine: str) -> Server:
     log = folder / "bare.log"
     child = stack.enter_context(process([sys.executable, str(HERE / "_bare.py"), engine], log))
-    return f"http://127.0.0.1:{printed_port(child, log)}"
+    return Server(f"http://127.0.0.1:{printed_port(child, log)}", child.pid)
 
 
-def router(stack: ExitStack, folder: Path, engine: str) -> str:
+def router(stack: ExitStack, folder: Path, engine: str) -> Server:
     port, metrics = free_port(), free_port()
     command = [str(router_python()), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--worker-urls", engine, "--policy", "cache_aware", "--prometheus-port", str(metrics)]
     command += ["--log-level", "warn"]
-    stack.enter_context(process([*command], folder / "router.log"))
-    return f"http://127.0.0.1:{port}"
+    child = stack.enter_context(process(command, folder / "router.log"))
+    return Server(f"http://127.0.0.1:{port}", child.pid)
 
 
 def router_python() -> Path:
@@ -178,14 +189,28 @@ def measure(contenders: list[Contender], args: argparse.Namespace, folder: Path)
         turned = contenders[number % len(contenders) :] + contenders[: number % len(contenders)]
         for kind, stream in KINDS.items():
             for contender in turned:
-                load = _wrk.run(
-                    contender.url, stream=stream, connections=args.connections, seconds=args.seconds, folder=folder
-                )
-                contender.rates[kind].append(load.per_second)
-                alone = _wrk.run(contender.url, stream=stream, connections=1, seconds=args.seconds / 2, folder=folder)
-                contender.p50_ms[kind].append(alone.p50_ms)
-                contender.p99_ms[kind].append(alone.p99_ms)
+                measure_once(contender, kind, stream, args, folder)
         print(f"round {number + 1} of {args.rounds}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
+
+
+def measure_once(contender: Contender, kind: str, stream: bool, args: argparse.Namespace, folder: Path) -> None:
+    """Rate and processor time with all connections, then latency with one."""
+    before_s = cpu_s(contender.pid)
+    load = _wrk.run(contender.url, stream=stream, connections=args.connections, seconds=args.seconds, folder=folder)
+    contender.cpu_us[kind].append((cpu_s(contender.pid) - before_s) / load.requests * 1e6)
+    contender.rates[kind].append(load.per_second)
+    alone = _wrk.run(contender.url, stream=stream, connections=1, seconds=args.seconds / 2, folder=folder)
+    contender.p50_ms[kind].append(alone.p50_ms)
+    contender.p99_ms[kind].append(alone.p99_ms)
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process with all its threads, in seconds; 0 where there is no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def summary(contenders: list[Contender], args: argparse.Namespace) -> dict[str, Any]:
@@ -200,6 +225,7 @@ def summary(contenders: list[Contender], args: argparse.Namespace) -> dict[str, 
         "cpus": os.cpu_count(),
         "requests_per_s": medians,
         "chunks_per_s": {name: rates["streamed"] * CHUNKS for name, rates in medians.items()},
+        "cpu_us_per_request": {c.name: {kind: statistics.median(c.cpu_us[kind]) for kind in KINDS} for c in contenders},
         "latency_ms": {c.name: latency(c) for c in contenders},
         "ratios": ratios(contenders),
         "rounds_measured": [asdict(c) for c in contenders],
@@ -229,16 +255,18 @@ def ratios(contenders: list[Contender]) -> dict[str, dict[str, float]]:
 
 
 def table(told: dict[str, Any]) -> str:
+    """Rates, processor time and latency, then the ratios."""
     lines = [
-        f"{'':24}{'whole':>12}{'streamed':>12}{'chunks':>12}{'p50 / p99 ms, 1 connection':>36}",
-        f"{'':24}{'requests/s':>12}{'requests/s':>12}{'per s':>12}{'whole':>20}{'streamed':>16}",
+        "                requests per s    SSE chunks  server CPU, us/request  latency, 1 connection, p50 / p99 ms",
+        "               whole  streamed         per s       whole    streamed             whole          streamed",
     ]
     for name, rates in told["requests_per_s"].items():
-        late = [f"{told['latency_ms'][name][kind]['p50']:.2f} / {told['latency_ms'][name][kind]['p99']:.2f}"
-                for kind in KINDS]  # fmt: skip
+        cpu, late = told["cpu_us_per_request"][name], told["latency_ms"][name]
+        times = "".join(f"{late[kind]['p50']:10.2f} / {late[kind]['p99']:5.2f}" for kind in KINDS)
+        chunks = told["chunks_per_s"][name]
         lines.append(
-            f"{name:24}{rates['whole']:12,.0f}{rates['streamed']:12,.0f}{told['chunks_per_s'][name]:12,.0f}"
-            f"{late[0]:>20}{late[1]:>16}"
+            f"{name:13}{rates['whole']:7,.0f}{rates['streamed']:10,.0f}{chunks:14,.0f}"
+            f"{cpu['whole']:12,.0f}{cpu['streamed']:12,.0f}{times}"
         )
     lines.append("")
     for name, ratio in told["ratios"].items():
@@ -265,16 +293,18 @@ def main() -> None:
     _wrk.require()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsteward-bench-")))
-        engine = upstream(stack, folder)
-        starts: dict[str, Callable[[], str]] = {
-            "upstream": lambda: engine,
+        source = upstream(stack, folder)
+        engine = source.url
+        starts: dict[str, Callable[[], Server]] = {
+            "upstream": lambda: source,
             "passthrough": lambda: kvsteward(stack, folder, engine, "passthrough"),
             "managed": lambda: kvsteward(stack, folder, engine, "managed"),
             "bare": lambda: bare(stack, folder, engine),
             "sglang-router": lambda: router(stack, folder, engine),
         }
         wanted = args.only.split(",") if args.only else list(starts)
-        contenders = [Contender(name, starts[name]()) for name in wanted]
+        servers = {name: starts[name]() for name in wanted}
+        contenders = [Contender(name, server.url, server.pid) for name, server in servers.items()]
         for contender in contenders:
             wait_until_ready(contender)
         measure(contenders, args, folder)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvsteward.errors import EngineError
 from kvsteward.wire import answer as module
@@ -123,3 +125,50 @@ def test_an_answer_is_bounded(monkeypatch):
     monkeypatch.setattr(module, "MAX_ANSWER_BYTES", 200)
     with pytest.raises(EngineError, match="200 bytes"):
         read(*(chunk({"content": "x" * 100}) for _ in range(3)))
+
+
+texts = st.text(alphabet=st.sampled_from('ab"\\\n{}[],:é'), max_size=4)
+deltas = st.one_of(
+    st.fixed_dictionaries({"content": texts}),
+    st.fixed_dictionaries({"reasoning_content": texts}),
+    st.fixed_dictionaries({"content": st.none(), "reasoning_content": texts}),
+    st.just({"role": "assistant", "content": ""}),
+    st.just({"tool_calls": [{"index": 0, "id": "c", "function": {"name": "f", "arguments": '{"content":"x"}'}}]}),
+)
+chunks = st.builds(
+    lambda delta, index, finish, more: chunk(delta, index=index, finish=finish, **more),
+    deltas,
+    st.sampled_from([0, 0, 0, 1]),
+    st.sampled_from([None, None, None, "stop"]),
+    st.sampled_from([{}, {}, {"logprobs": {"content": [{"token": "a"}]}}, {"token_ids": [1]}]),
+)
+others = st.sampled_from(
+    [
+        b": keep-alive\n\n",
+        frame({"id": "chatcmpl-1", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}),
+        frame({"id": "chatcmpl-2", "model": "other", "choices": [{"index": 0, "delta": {"content": "z"}}]}),
+        frame({"error": {"message": "x"}}),
+        DONE,
+    ]
+)
+
+
+@given(st.lists(st.one_of(chunks, chunks, chunks, others), max_size=24), st.integers(1, 24))
+def test_an_event_taken_by_its_mould_says_what_it_says_alone(events, asked_every):
+    quick, slow = AnswerReader(), AnswerReader()
+    slow._moulds_left = 0
+    for number, event in enumerate(events):
+        for reader in (quick, slow):
+            reader.feed(event)
+            if number % asked_every == 0:
+                reader.message()
+    assert quick.completion() == slow.completion()
+    assert (quick.message(), quick.usage, quick.finish, quick.ended, quick.failed) == (
+        slow.message(), slow.usage, slow.finish, slow.ended, slow.failed,
+    )  # fmt: skip
+
+
+def test_a_stream_of_plain_text_is_taken_by_one_mould():
+    reader = read(chunk({"role": "assistant", "content": ""}), *(chunk({"content": f"{i}\n"}) for i in range(50)))
+    assert reader.message() == {"role": "assistant", "content": "".join(f"{i}\n" for i in range(50))}
+    assert reader._mould is not None and len(reader._mould.pieces) == 1

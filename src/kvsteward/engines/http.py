@@ -84,14 +84,17 @@ def as_engine_error(error: Exception, url: str) -> EngineError:
 class HttpReply(EngineReply):
     """A reply whose head has come and whose body is still on the wire."""
 
-    __slots__ = ("_content", "_response", "_url", "headers", "status")
+    __slots__ = ("_content", "_response", "_url", "status")
 
     def __init__(self, response: aiohttp.ClientResponse, url: str) -> None:
         self.status = response.status
-        self.headers = {k: v for name, v in response.headers.items() if (k := name.lower()) not in HOP_BY_HOP}
         self._response = response
         self._content = response.content
         self._url = url
+
+    @property
+    def headers(self) -> Mapping[str, str]:  # type: ignore[override]  # made when asked: few ask
+        return {k: v for name, v in self._response.headers.items() if (k := name.lower()) not in HOP_BY_HOP}
 
     async def chunks(self) -> AsyncIterator[bytes]:
         readany = self._content.readany

@@ -349,10 +349,13 @@ async def simple_chat(steward: Steward, exchange: Exchange, turn_id: str, tenant
     raw = orjson.dumps({**body, "model": model, "messages": [{"role": "user", "content": message}]})
     done = turn.Turn(turn_id, parse_chat(raw), tenant, steward.now())
     exchange.shape = lambda completion: _simple_answer(session_id, completion)
-    async with turn.ended(steward, done, exchange):
+
+    async def work() -> None:
         path = await desk.call(desk.store.path, session.id)
         resolved = await desk.after(session, session.head, len(path), done.request.messages)
         await turn.run(steward, exchange, done, resolved)
+
+    await turn.ended(steward, done, exchange, work)
 
 
 def _simple_answer(session_id: str, completion: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -61,6 +61,7 @@ class Steward:
         self.prompt_tokens_total = 0
         self.cached_tokens_total = 0
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._ended: dict[str, Counter] = {}
 
     @staticmethod
     def now() -> float:
@@ -121,6 +122,12 @@ class Steward:
                 hint=f"Models of this deployment: {', '.join(models)}.",
                 param="model",
             )
+
+    def count_turn(self, outcome: str) -> None:
+        counter = self._ended.get(outcome)
+        if counter is None:
+            counter = self._ended[outcome] = self.telemetry.turns.labels(outcome)
+        counter.inc()
 
     def count_prepared(self, prepared: Prepared, seconds: float) -> None:
         self.telemetry.prepare_time.observe(seconds)
@@ -248,7 +255,7 @@ class Gateway:
             await self._router(scope, receive, send)
             return
         exchange = Exchange(scope, receive, send)
-        request_id = _request_id(exchange)
+        request_id = _request_id(exchange) or self.steward.desk.ids.new()
         exchange.reply_headers["x-request-id"] = request_id
         try:
             tenant = tenant_of(exchange.headers, self.steward.settings)
@@ -265,10 +272,11 @@ class Gateway:
 
 
 def _request_id(exchange: Exchange) -> str:
+    """The client's own, if it is usable, else empty."""
     sent = exchange.headers.get("x-request-id", "")
     if sent and len(sent) <= _MAX_REQUEST_ID_CHARS and sent.isascii() and sent.isprintable():
         return sent
-    return uuid.uuid4().hex
+    return ""
 
 
 def create_app(settings: Settings, engine: Engine, store: SessionStore) -> Gateway:

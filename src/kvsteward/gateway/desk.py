@@ -10,10 +10,10 @@ client is told that the answer is complete.
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -24,7 +24,8 @@ import orjson
 from kvsteward.context.layout import Item, View, derive
 from kvsteward.context.pipeline import Arrival, Prepared, Reduction, decode_epoch, encode_epoch
 from kvsteward.context.tokens import Estimator
-from kvsteward.errors import NotFoundError
+from kvsteward.errors import NotFoundError, StateError
+from kvsteward.gateway.ids import Ids
 from kvsteward.gateway.settings import Settings, Tenant
 from kvsteward.sessions.base import Decision, Entry, Found, Session, SessionStore, State
 from kvsteward.sessions.lifecycle import step
@@ -74,11 +75,18 @@ class Desk:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._active: dict[str, int] = {}
         self.estimator = Estimator()
+        self.ids = Ids()
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a store call on the store's thread. It is finished even if the caller is cancelled."""
         loop = asyncio.get_running_loop()
-        return await asyncio.shield(loop.run_in_executor(self._thread, lambda: function(*args, **kwargs)))
+        waiter: asyncio.Future[T] = loop.create_future()
+
+        def finished(done: Future[T]) -> None:
+            loop.call_soon_threadsafe(_hand_over, done, waiter)
+
+        self._thread.submit(function, *args, **kwargs).add_done_callback(finished)
+        return await waiter
 
     async def close(self) -> None:
         await self.call(self.store.close)
@@ -129,24 +137,32 @@ class Desk:
     async def _by_fingerprint(self, request: ChatRequest, hashes: Sequence[str], tenant: Tenant) -> tuple[Session, int]:
         """A history is recognised by an answer in it: two sessions that begin alike are still two sessions."""
         first = next((i for i, m in enumerate(request.messages) if m["role"] == "assistant"), len(hashes))
-        found = await self.call(self.store.find, hashes[first:][::-1][:_LOOK_BACK])
-        if not found:
-            return self._new(uuid.uuid4().hex, request, tenant), 0
-        longest = [f for f in found if f.hash == found[0].hash]
-        known = hashes.index(longest[0].hash) + 1
-        for place in longest:
-            session = await self.call(self.store.get, place.session_id)
-            if session and (place.is_head or await self._answers_again(session, place)):
-                return session, known
-        return await self._branched(longest[0], request, tenant), known
+        if first == len(hashes):
+            return self._new(self.ids.new(), request, tenant), 0
+        session, place = await self.call(self._recognised, hashes[first:][::-1][:_LOOK_BACK])
+        if place is None:
+            return self._new(self.ids.new(), request, tenant), 0
+        known = hashes.index(place.hash) + 1
+        return session or await self._branched(place, request, tenant), known
 
-    async def _answers_again(self, session: Session, place: Found) -> bool:
+    def _recognised(self, hashes: Sequence[str]) -> tuple[Session | None, Found | None]:
+        """On the store's thread: the longest history that is known, and the session that goes on from it. None for
+        the session: its history is another session's past."""
+        found = self.store.find(hashes)
+        longest = [f for f in found if f.hash == found[0].hash]
+        for place in longest:
+            session = self.store.get(place.session_id)
+            if session and (place.is_head or self._answers_again(session, place)):
+                return session, place
+        return None, longest[0] if longest else None
+
+    def _answers_again(self, session: Session, place: Found) -> bool:
         """The client repeats a request whose answer it did not keep: the session's head is that answer."""
-        head = await self.call(self.store.item, session.id, session.head)
+        head = self.store.item(session.id, session.head)
         return head is not None and head.parent == place.hash and head.source == "engine"
 
     async def _branched(self, place: Found, request: ChatRequest, tenant: Tenant) -> Session:
-        session = replace(self._new(uuid.uuid4().hex, request, tenant), head=place.hash, branched_from=place.session_id)
+        session = replace(self._new(self.ids.new(), request, tenant), head=place.hash, branched_from=place.session_id)
         await self.call(self.store.branch, session, place.session_id, place.hash)
         return session
 
@@ -256,7 +272,7 @@ class Desk:
                 saved_tokens=max(0, log_tokens - prepared.view.message_tokens),
             )
             self.remember(session.id, resolved.head, Shown(prepared.view, log_tokens))
-        await self.call(self._append, session, entries, decisions)
+        await self.call(self._append, session, entries, decisions, resolved.session.state == "new")
         return session
 
     def _started(self, session: Session) -> State:
@@ -275,10 +291,21 @@ class Desk:
         if count > 0:
             self._active[session_id] = count
 
-    def _append(self, session: Session, entries: Sequence[Entry], decisions: Sequence[Decision]) -> None:
-        if self.store.get(session.id) is None:
+    def _append(
+        self, session: Session, entries: Sequence[Entry], decisions: Sequence[Decision], likely_new: bool
+    ) -> None:
+        """On the store's thread. `likely_new` saves a question; what the store says counts."""
+        if likely_new:
+            self._create(session)
+        try:
+            self.store.append(session, entries, decisions)
+        except NotFoundError:
+            self._create(session)
+            self.store.append(session, entries, decisions)
+
+    def _create(self, session: Session) -> None:
+        with suppress(StateError):  # another turn of the session has made it
             self.store.create(replace(session, head=root(session.tenant)))
-        self.store.append(session, entries, decisions)
 
     async def log_answer(
         self,
@@ -295,7 +322,7 @@ class Desk:
     ) -> None:
         """Writes what the engine said. `view` is the view with the answer in it."""
         entry = Entry(
-            hash=link(parent, message),
+            hash=view.head,
             parent=parent,
             depth=depth,
             source="engine",
@@ -338,6 +365,17 @@ class Desk:
         if session is not None:
             self.store.put(replace(session, state=self._ended(session), last_used_s=self._now()))
         self._count_out(session_id)
+
+
+def _hand_over(done: Future[T], waiter: asyncio.Future[T]) -> None:
+    """The result of a store call, to the caller if it still waits."""
+    if waiter.done():
+        return
+    error = done.exception()
+    if error is not None:
+        waiter.set_exception(error)
+    else:
+        waiter.set_result(done.result())
 
 
 def storage_id(tenant: str, session_id: str) -> str:

@@ -17,6 +17,7 @@ from kvsteward.engines.base import Engine
 from kvsteward.engines.registry import EngineSpec, Kind, resolve
 from kvsteward.errors import ConfigError, EngineUnavailableError
 from kvsteward.gateway.app import create_app
+from kvsteward.gateway.cork import CorkedProtocol
 from kvsteward.gateway.settings import Mode, Settings, load_tenants
 from kvsteward.sessions import open_store
 
@@ -129,6 +130,13 @@ def run(options: ServeOptions) -> None:
     host, port = listener.getsockname()[:2]
     print(f"kvsteward listens on http://{host}:{port} (OpenAI base URL: http://{host}:{port}/v1)", flush=True)
     config = uvicorn.Config(
-        create_app(settings, engine, store), log_level="warning", access_log=False, timeout_graceful_shutdown=5
+        create_app(settings, engine, store),
+        http=CorkedProtocol,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=5,
     )
     uvicorn.Server(config).run([listener])

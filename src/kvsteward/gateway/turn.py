@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Generator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,20 +77,22 @@ async def chat(steward: Steward, exchange: Exchange, turn_id: str, tenant: Tenan
     """`POST /v1/chat/completions`."""
     raw = await exchange.body(steward.settings.max_body_bytes)
     turn = Turn(turn_id, parse_chat(raw), tenant, steward.now())
-    async with ended(steward, turn, exchange):
+
+    async def work() -> None:
         if mode_of(steward, exchange, tenant) == "passthrough":
-            await passthrough(steward, exchange, turn)
+            await passthrough(steward, exchange, turn, raw)
         else:
             await managed(steward, exchange, turn)
 
+    await ended(steward, turn, exchange, work)
 
-@asynccontextmanager
-async def ended(steward: Steward, turn: Turn, exchange: Exchange) -> AsyncIterator[None]:
-    """Whatever happens to a turn, it ends in one of the three last states and is counted."""
+
+async def ended(steward: Steward, turn: Turn, exchange: Exchange, work: Callable[[], Awaitable[None]]) -> None:
+    """Does the work of a turn. Whatever happens to it, it ends in one of the three last states and is counted."""
     try:
         async with exchange.until_gone():
             steward.check_model(turn.request)
-            yield
+            await work()
     except ClientGone:
         turn.step("abandoned")
         steward.watch_release(turn.id)
@@ -99,7 +100,7 @@ async def ended(steward: Steward, turn: Turn, exchange: Exchange) -> AsyncIterat
         turn.step("failed")
         raise
     finally:
-        steward.telemetry.turns.labels(turn.state).inc()
+        steward.count_turn(turn.state)
 
 
 def mode_of(steward: Steward, exchange: Exchange, tenant: Tenant) -> str:
@@ -399,10 +400,10 @@ async def events_of(reply: EngineReply, reader: AnswerReader) -> AsyncIterator[b
             continue
         for event in events:
             reader.feed(event)
-        if data_of(events[-1]) == b"[DONE]":
+        if b"[DONE]" in events[-1] and data_of(events[-1]) == b"[DONE]":
             events.pop()
         if events:
-            yield b"".join(events)
+            yield events[0] if len(events) == 1 else b"".join(events)
 
 
 def without_usage(events: bytes) -> bytes:
@@ -439,17 +440,17 @@ async def read_all(reply: EngineReply, limit_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-async def passthrough(steward: Steward, exchange: Exchange, turn: Turn) -> None:
-    """The request as it is. Nothing is logged; a client that leaves still stops the engine."""
+async def passthrough(steward: Steward, exchange: Exchange, turn: Turn, raw: bytes) -> None:
+    """The request as it is, in its own bytes. Nothing is logged; a client that leaves still stops the engine."""
     request = turn.request
     stream = request.stream or steward.engine.info.streams_only
-    body = orjson.dumps(request.body) if request.stream == stream else encode(request, stream=True)
+    body = raw if request.stream == stream else encode(request, stream=True)
     turn.step("prepared")
     turn.step("waiting")
     async with steward.engine.open(EngineRequest(PATH, body, turn.id, None, engine_headers(exchange))) as reply:
         turn.step("streaming")
-        content_type = reply.headers.get("content-type", "application/json").encode("latin-1")
         if reply.status != 200:
+            content_type = reply.headers.get("content-type", "application/json").encode("latin-1")
             await exchange.reply(reply.status, await read_all(reply, _MAX_ERROR_BYTES), content_type)
         elif stream and not request.stream:
             await exchange.reply_completion((await collected(reply)).completion())

@@ -9,6 +9,7 @@ Knows no sockets. Invariant: what `completion` returns says the same as the chun
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,9 @@ from kvsteward.wire.usage import Usage, parse_usage
 
 MAX_ANSWER_BYTES = 256 * 2**20
 _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
+_TEXT = re.compile(rb'"(content|reasoning_content|reasoning)": ?("(?:[^"\\]|\\.)*")')
+_MOULDS = 4
+"""How many events of a stream may be tried as a mould."""
 _USAGE_ONLY = (b'"choices":[]', b'"choices": []')
 
 
@@ -38,27 +42,38 @@ class _Choice:
     """What has been said in one choice so far. Mutable."""
 
     message: dict[str, Any] = field(default_factory=lambda: {"role": "assistant", "content": None})
+    pieces: dict[str, list[str]] = field(default_factory=dict)
+    """Texts of the fields that are told piece by piece, not joined yet."""
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
     logprobs: dict[str, Any] | None = None
     finish: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, choice: Mapping[str, Any]) -> None:
-        for name, value in (choice.get("delta") or {}).items():
-            self._add_field(name, value)
-        self.finish = choice.get("finish_reason") or self.finish
-        if isinstance(choice.get("logprobs"), Mapping):
-            self.logprobs = _joined_lists(self.logprobs, choice["logprobs"])
-        for name, value in choice.items():
-            if name not in {"delta", "finish_reason", "logprobs", "index"}:
-                self.extra[name] = value
+    def add(self, choice: dict[str, Any]) -> None:
+        """Takes what a chunk says of this choice. `choice` is used up."""
+        delta = choice.pop("delta", None)
+        if delta:
+            for name, value in delta.items():
+                self._add_field(name, value)
+        self.finish = choice.pop("finish_reason", None) or self.finish
+        logprobs = choice.pop("logprobs", None)
+        if isinstance(logprobs, Mapping):
+            self.logprobs = _joined_lists(self.logprobs, logprobs)
+        choice.pop("index", None)
+        if choice:
+            self.extra.update(choice)
 
     def _add_field(self, name: str, value: Any) -> None:
         if name == "tool_calls":
             for fragment in value or ():
                 self._add_call(fragment)
         elif name in _JOINED and isinstance(value, str):
-            self.message[name] = (self.message.get(name) or "") + value
+            pieces = self.pieces.get(name)
+            if pieces is None:
+                self.pieces[name] = [value]
+                self.message.setdefault(name, None)  # keeps the order in which fields were told
+            else:
+                pieces.append(value)
         elif value is not None:
             self.message[name] = value
 
@@ -76,6 +91,10 @@ class _Choice:
 
     def finished(self) -> dict[str, Any]:
         message = dict(self.message)
+        for name, pieces in self.pieces.items():
+            text = "".join(pieces)
+            pieces[:] = [text]
+            message[name] = text
         if self.calls:
             message["tool_calls"] = [call for _, call in sorted(self.calls.items())]
         return message
@@ -89,19 +108,73 @@ def _joined_lists(into: dict[str, Any] | None, more: Mapping[str, Any]) -> dict[
     return joined
 
 
+@dataclass(frozen=True, slots=True)
+class _Mould:
+    """An event around the text that it adds. Most events of a stream differ from one another in this text alone."""
+
+    before: bytes
+    after: bytes
+    pieces: list[str]
+    """Where the text goes."""
+
+    def takes(self, event: bytes) -> bool:
+        """Adds the text of an event of this mould. False: it is another event, and nothing was done.
+
+        What stands between two known parts of a JSON text and is one JSON string can be nothing but that string's
+        place, so all else that the event says is what the first of its kind said."""
+        before, after = self.before, self.after
+        if not (event.startswith(before) and event.endswith(after) and len(event) >= len(before) + len(after) + 2):
+            return False
+        text = _loads(event[len(before) : len(event) - len(after)])
+        if not isinstance(text, str):
+            return False
+        self.pieces.append(text)
+        return True
+
+
+def _mould_of(event: bytes, found: re.Match[bytes], choices: Mapping[int, _Choice]) -> _Mould | None:
+    """The mould of an event that has just been added, if it says no more than one piece of text."""
+    name = found[1].decode()
+    before, after = event[: found.start(2)], event[found.end(2) :]
+    probe = _loads(data_of(before + b'"?"' + after) or b"")
+    told = probe.get("choices") if isinstance(probe, dict) and not probe.get("usage") else None
+    if (
+        not isinstance(told, list)
+        or len(told) != 1
+        or told[0].get("index", 0) != 0
+        or told[0].get("delta") != {name: "?"}
+    ):
+        return None
+    if told[0].get("logprobs") or told[0].get("finish_reason"):
+        return None
+    return _Mould(before, after, choices[0].pieces[name])
+
+
 class AnswerReader:
     """Collects the events of one stream. Mutable; one for each turn."""
 
-    __slots__ = ("_bytes", "_choices", "_head", "_parsed", "_pending", "_tail", "_usage", "error", "saw_done")
+    __slots__ = (
+        "_bytes",
+        "_choices",
+        "_head",
+        "_mould",
+        "_moulds_left",
+        "_pending",
+        "_tail",
+        "_usage",
+        "error",
+        "saw_done",
+    )
 
     def __init__(self) -> None:
         self._pending: list[bytes] = []
         self._bytes = 0
-        self._parsed = 0
         self._choices: dict[int, _Choice] = {}
         self._head: dict[str, Any] = {}
         self._tail: dict[str, Any] = {}
         self._usage: Usage | None = None
+        self._mould: _Mould | None = None
+        self._moulds_left = _MOULDS
         self.error: bytes | None = None
         """The engine's error event, if it sent one in the middle of the stream."""
         self.saw_done = False
@@ -116,6 +189,8 @@ class AnswerReader:
     def _parse(self) -> None:
         pending, self._pending = self._pending, []
         for event in pending:
+            if self._mould is not None and self._mould.takes(event):
+                continue
             data = data_of(event)
             if data is None:
                 continue
@@ -125,19 +200,42 @@ class AnswerReader:
             chunk = _loads(data)
             if isinstance(chunk, dict):
                 self._add(chunk, data)
+                self._mould = self._next_mould(event)
+
+    def _next_mould(self, event: bytes) -> _Mould | None:
+        found = _TEXT.search(event) if self._moulds_left else None
+        if found is None:
+            return None
+        self._moulds_left -= 1
+        return _mould_of(event, found, self._choices)
 
     def _add(self, chunk: dict[str, Any], data: bytes) -> None:
         if "error" in chunk and not chunk.get("choices"):
             self.error = data
             return
-        for name, value in chunk.items():
-            if name not in {"choices", "usage", "object"}:
-                (self._tail if self._head and name not in self._head else self._head)[name] = value
-        for choice in chunk.get("choices") or ():
-            self._choices.setdefault(choice.get("index", 0), _Choice()).add(choice)
+        choices = chunk.pop("choices", None)
         if isinstance(chunk.get("usage"), dict):
             self._tail["usage"] = chunk["usage"]
             self._usage = parse_usage(chunk) or self._usage
+        chunk.pop("usage", None)
+        chunk.pop("object", None)
+        self._add_head(chunk)
+        for said in choices or ():
+            index = said.get("index", 0)
+            choice = self._choices.get(index)
+            if choice is None:
+                choice = self._choices[index] = _Choice()
+            choice.add(said)
+
+    def _add_head(self, fields: dict[str, Any]) -> None:
+        """What the first chunk has stands before the choices, what comes later after them; the last word counts."""
+        if not self._head:
+            self._head = fields
+        elif fields.keys() <= self._head.keys():
+            self._head.update(fields)
+        else:
+            for name, value in fields.items():
+                (self._head if name in self._head else self._tail)[name] = value
 
     @property
     def usage(self) -> Usage | None:

@@ -33,6 +33,10 @@ class EventSplitter:
         data = self._held + chunk if self._held else chunk
         if b"\r" in data:
             return self._feed_mixed(data)
+        end = data.find(b"\n\n")
+        if end == len(data) - 2 and end >= 0:  # one whole event, as engines send them
+            self._held = b""
+            return [data]
         parts = data.split(b"\n\n")
         self._hold(parts.pop())
         return [part + b"\n\n" for part in parts]
