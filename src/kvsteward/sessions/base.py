@@ -149,6 +149,11 @@ class SessionStore(ABC):
         """Entries whose text holds `needle` as it is, newest first."""
 
     @abstractmethod
+    def lookup(self, session_id: str, query: str, *, head: str | None = None, limit: int = 20) -> Sequence[Entry]:
+        """Entries for a query, best first: those that hold it as it is, newest first; where there are none, those that
+        hold its words. `head` keeps to the path that ends there; None: all branches."""
+
+    @abstractmethod
     def branch(self, session: Session, source_id: str, head: str) -> None:
         """Creates `session` with a copy of the path to `head` of another session, decisions on that path included."""
 

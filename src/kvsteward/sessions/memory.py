@@ -16,6 +16,7 @@ from kvsteward.sessions.base import Decision, Entry, Fault, Found, Session, Sess
 from kvsteward.sessions.integrity import Stored, faults
 from kvsteward.sessions.lifecycle import allows, step
 from kvsteward.sessions.needles import hash_prefix, needles
+from kvsteward.sessions.words import ranked, words
 from kvsteward.wire.fingerprint import body_hash
 
 
@@ -124,6 +125,15 @@ class MemoryStore(SessionStore):
             newest = list(reversed(self._log(session_id).entries.values()))
         newest.sort(key=lambda entry: -entry.created_s)
         return [entry for entry in newest if any(form in entry.raw for form in forms)][: max(limit, 0)]
+
+    def lookup(self, session_id: str, query: str, *, head: str | None = None, limit: int = 20) -> Sequence[Entry]:
+        with self._lock:
+            log = self._log(session_id)
+            on_path = None if head is None else {entry.hash for entry in self._walk(log, head)}
+            entries = [entry for entry in log.entries.values() if on_path is None or entry.hash in on_path]
+            exact = self.search(session_id, query, limit=len(log.entries))
+        found = [entry for entry in exact if on_path is None or entry.hash in on_path]
+        return (found or ranked(entries, words(query)))[: max(limit, 0)]
 
     def branch(self, session: Session, source_id: str, head: str) -> None:
         with self._lock:

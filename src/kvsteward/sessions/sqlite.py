@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvsteward.errors import CorruptLogError, NotFoundError, StateError, StoreError
-from kvsteward.sessions import chain, rows
+from kvsteward.sessions import chain, rows, words
 from kvsteward.sessions.base import Decision, Entry, Fault, Found, Session, SessionStore
 from kvsteward.sessions.integrity import Stored, faults
 from kvsteward.sessions.lifecycle import allows, step
@@ -41,6 +41,7 @@ _WALK = """WITH RECURSIVE walk (id, parent, depth) AS (
     SELECT e.rowid, e.parent, e.depth FROM walk JOIN entries e
     ON e.session_id = :session AND e.hash = walk.parent AND e.depth = walk.depth - 1)
 """
+_FOUND_ENTRY = ", ".join(f"e.{column}" for column in rows.ENTRY.split(", "))
 _PATH = f"{_WALK} SELECT {rows.ENTRY} FROM entries WHERE rowid IN (SELECT id FROM walk) ORDER BY depth"
 
 
@@ -154,6 +155,30 @@ class SqliteStore(SessionStore):
         with self._read() as db:
             self._session(db, session_id)
             return [rows.entry_of(row) for row in db.execute(sql, (session_id, *forms, max(limit, 0)))]
+
+    def lookup(self, session_id: str, query: str, *, head: str | None = None, limit: int = 20) -> Sequence[Entry]:
+        forms, asked = needles(query), words.words(query)
+        holds = " OR ".join(f"instr(raw, :form{n})" for n in range(len(forms)))
+        values = {"session": session_id, "head": head, "limit": max(limit, 0), "match": words.match(session_id, asked)}
+        values |= {f"form{n}": form for n, form in enumerate(forms)}
+        walk, on_path = (_WALK, "AND rowid IN (SELECT id FROM walk)") if head is not None else ("", "")
+        with self._read() as db:
+            self._session(db, session_id)
+            sql = (
+                f"{walk} SELECT {rows.ENTRY} FROM entries WHERE session_id = :session AND ({holds}) {on_path} "
+                "ORDER BY created_s DESC, rowid DESC LIMIT :limit"
+            )
+            found = [rows.entry_of(row) for row in db.execute(sql, values)]
+            if found or not asked:
+                return found
+            hashes = "SELECT hash FROM entries WHERE rowid IN (SELECT id FROM walk)"
+            sql = (
+                f"{walk} SELECT {_FOUND_ENTRY} FROM words JOIN texts t ON t.id = words.rowid "
+                "JOIN entries e ON e.session_id = t.session_id AND e.hash = t.hash WHERE words MATCH :match "
+                f"AND t.session_id = :session {f'AND e.hash IN ({hashes})' if walk else ''} "
+                "ORDER BY words.rank, t.id DESC LIMIT :limit"
+            )
+            return [rows.entry_of(row) for row in db.execute(sql, values)]
 
     def branch(self, session: Session, source_id: str, head: str) -> None:
         with self._write() as db:
@@ -272,9 +297,11 @@ class SqliteStore(SessionStore):
         migrate(db)
 
     def _empty_wal(self) -> None:
-        """Wiped text may still lie in the write-ahead log. Another reader may hold it; then the next call does it."""
+        """Wiped text may still lie in the index, whose parts that hold deleted words go when they are merged, and in
+        the write-ahead log. Another reader may hold that; then the next call does it."""
         with self._lock:
             try:
+                self._db.execute("INSERT INTO words (words) VALUES ('optimize')")
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             except sqlite3.Error as error:
                 raise rows.store_error(error, self._path) from error
@@ -353,9 +380,18 @@ def _add_entries(db: sqlite3.Connection, session_id: str, entries: Sequence[Entr
         f"INSERT INTO entries (session_id, {rows.ENTRY}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (session_id, hash) DO NOTHING"
     )
-    added = sum(db.execute(sql, (session_id, *rows.entry_row(entry))).rowcount for entry in entries)
+    added = 0
+    for entry in entries:
+        if db.execute(sql, (session_id, *rows.entry_row(entry))).rowcount:
+            added += 1
+            _index(db, session_id, entry)
     if added:
         db.execute("UPDATE sessions SET entry_count = entry_count + ? WHERE id = ?", (added, session_id))
+
+
+def _index(db: sqlite3.Connection, session_id: str, entry: Entry) -> None:
+    row = (session_id, entry.hash, words.session_key(session_id), words.searched_text(entry.raw))
+    db.execute("INSERT INTO texts (session_id, hash, session, text) VALUES (?, ?, ?, ?)", row)
 
 
 def _add_decisions(db: sqlite3.Connection, session_id: str, decisions: Sequence[Decision]) -> None:
@@ -402,6 +438,11 @@ def _copy_path(db: sqlite3.Connection, session_id: str, source_id: str, head: st
         "WHERE rowid IN (SELECT id FROM walk) ORDER BY depth",
         values,
     ).rowcount
+    db.execute(
+        "INSERT INTO texts (session_id, hash, session, text) SELECT :to, t.hash, :key, t.text FROM texts t "
+        "JOIN entries e ON e.session_id = :to AND e.hash = t.hash WHERE t.session_id = :session ORDER BY t.id",
+        {**values, "key": words.session_key(session_id)},
+    )
     decisions = db.execute(
         f"INSERT INTO decisions (session_id, {rows.DECISION}) SELECT :to, {rows.DECISION} FROM decisions d "
         "WHERE d.session_id = :session AND EXISTS "
