@@ -4,10 +4,12 @@
 
 Each conversation is lived once per budget, as an agent lives it: every message enters the pipeline when it came, with
 the compactions that this causes. At each recorded assistant turn whose history is longer than 8,000 tokens, the
-facts of that turn (shared/tools/context_facts.py: values of older history that the turn really uses) are looked for in the view.
+facts of that turn (shared/tools/context_facts.py: values of older history that the turn really uses) are looked for in
+the view.
 
-`view %` is the share of facts in the view, `tool-only %` of those that no other message repeats, `ratio` the pooled tokens of the
-views over those of the full histories. Lost: neither in the view nor in the log (always 0 by construction, and
+`view %` is the share of facts in the view, `tool-only %` of those that no other message repeats, `ratio` the pooled
+tokens of the views over those of the full histories. Lost: neither in the view nor in the log (always 0 by
+construction, and
 counted all the same). Summaries are extractive: no model runs here.
 """
 

@@ -2,8 +2,9 @@
 
     python benchmarks/distill.py [--quick] [--json] [--missed]
 
-A "later-used value" is a value (shared/tools/context_facts.py) of a later assistant turn that stands, as a whole word, in
-this tool output. Hints hold only what was known when the output came: the last user text, the call, earlier arguments.
+A "later-used value" is a value (shared/tools/context_facts.py) of a later assistant turn that stands, as a whole
+word, in this tool output. Hints hold only what was known when the output came: the last user text, the call,
+earlier arguments.
 """
 
 from __future__ import annotations

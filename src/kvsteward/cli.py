@@ -101,6 +101,71 @@ def demo(
     show_demo(DemoOptions(turns, ctx, data, engine), as_json=as_json, html=html)
 
 
+@app.command()
+def ledger(
+    model: Annotated[
+        str, typer.Argument(help="A `config.json`, a folder with one, a GGUF file, or a Hugging Face id.")
+    ],
+    context: Annotated[int, typer.Option(help="Tokens of one session.")] = 8_192,
+    sessions: Annotated[int, typer.Option(help="Sessions alive at the same time.")] = 1,
+    kv: Annotated[
+        str, typer.Option(help="KV format: `auto`, `fp16`, `fp8`, `q8_0`, ... or K and V apart: `q8_0:q4_0`.")
+    ] = "auto",
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    kv_gib: Annotated[float | None, typer.Option(help="Also: what a KV pool of this size on one rank holds.")] = None,
+    engine: Annotated[
+        str, typer.Option(help="Whose allocation rules: vllm, vllm-cpu, sglang, llamacpp, transformers.")
+    ] = "vllm",
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """What the KV cache of a model costs, to the byte, and where each figure comes from."""
+    from rich.console import Console
+
+    from kvsteward.lab.account import LedgerQuestion, answer, show
+
+    found = answer(model, LedgerQuestion(context, sessions, kv, tp, pp, kv_gib, engine))
+    if json:
+        print_json(found.to_dict())
+    else:
+        show(found, Console())
+
+
+sessions_app = typer.Typer(no_args_is_help=True, help="Look into a store of session logs.")
+app.add_typer(sessions_app, name="sessions")
+Store = Annotated[str | None, typer.Option(help="The store that `kvsteward serve` was given.")]
+
+
+@sessions_app.command("list")
+def list_sessions(store: Store = None, limit: int = 50, json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """The sessions of a store, newest use first."""
+    from kvsteward.lab.logs import listed, show_sessions
+
+    rows = listed(store or default_store(), limit)
+    if json:
+        print_json(rows)
+    else:
+        show_sessions(rows)
+
+
+@sessions_app.command()
+def verify(store: Store = None, session: str | None = None) -> None:
+    """Derive every hash of the log again and compare. Exit status 1 if anything is wrong."""
+    from kvsteward.lab.logs import faults
+
+    found = faults(store or default_store(), session)
+    for fault in found:
+        print(f"{fault.session_id} {fault.hash[:12]}: {fault.problem}")
+    print(f"{len(found)} faults" if found else "clean")
+    raise typer.Exit(1 if found else 0)
+
+
+def print_json(payload: object) -> None:
+    import orjson
+
+    print(orjson.dumps(payload).decode())
+
+
 def main() -> None:
     """Runs the command line. An error of ours is one line and a hint, never a traceback."""
     try:

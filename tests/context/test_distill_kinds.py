@@ -85,7 +85,8 @@ def test_the_exception_and_own_frames_of_a_trace_stay() -> None:
     foreign = "".join(
         f'  File "/usr/lib/python3.11/site-packages/lib/m{i}.py", line {i}, in call\n    step()\n' for i in range(80)
     )
-    text = f'Traceback (most recent call last):\n  File "/app/orders.py", line 88, in place\n    pay(order)\n{foreign}KeyError: "card_8283"\n'
+    own = 'Traceback (most recent call last):\n  File "/app/orders.py", line 88, in place\n    pay(order)\n'
+    text = f'{own}{foreign}KeyError: "card_8283"\n'
     found = distil(text, 120, NONE, pieces)
     assert found.kind == "trace"
     assert 'KeyError: "card_8283"' in found.text and "/app/orders.py" in found.text
@@ -93,7 +94,8 @@ def test_the_exception_and_own_frames_of_a_trace_stay() -> None:
 
 def test_a_diff_keeps_its_files() -> None:
     text = "".join(
-        f"diff --git a/src/part{i}.py b/src/part{i}.py\nindex 12..34\n--- a/src/part{i}.py\n+++ b/src/part{i}.py\n@@ -1,9 +1,9 @@\n"
+        f"diff --git a/src/part{i}.py b/src/part{i}.py\nindex 12..34\n"
+        f"--- a/src/part{i}.py\n+++ b/src/part{i}.py\n@@ -1,9 +1,9 @@\n"
         + " context line here\n" * 9 + f"-old_{i}()\n+new_{i}()\n"
         for i in range(20)
     )  # fmt: skip

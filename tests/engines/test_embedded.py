@@ -207,24 +207,23 @@ async def test_a_missing_model_file_is_named_in_the_error() -> None:
 
 async def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "junk.gguf").write_bytes(os.urandom(4096))
-    with pytest.raises(EngineError, match="not a whole GGUF file"):
+    with pytest.raises(EngineError, match=r"head\.gguf: .* inside its header"):
         await EmbeddedEngine(EmbeddedOptions(model=tmp_path / "junk.gguf")).start()
 
 
-async def test_a_truncated_model_is_told_from_its_log(tmp_path: Path) -> None:
+async def test_a_truncated_model_is_refused(tmp_path: Path) -> None:
     whole = default_model()
     with whole.open("rb") as file:
         (tmp_path / "cut.gguf").write_bytes(file.read(40_000_000))
-    with pytest.raises(EngineError, match="cut short") as caught:
+    with pytest.raises(EngineError, match=r"cut\.gguf.*cut") as caught:
         await EmbeddedEngine(EmbeddedOptions(model=tmp_path / "cut.gguf", threads=1)).start()
-    assert "llama_model_load" in caught.value.message  # the end of the child's own log
     assert "again" in caught.value.hint
 
 
 async def test_a_truncated_header_is_refused(tmp_path: Path) -> None:
     with default_model().open("rb") as file:
         (tmp_path / "head.gguf").write_bytes(file.read(100_000))
-    with pytest.raises(ConfigError, match="not a whole GGUF file"):
+    with pytest.raises(ConfigError, match=r"head\.gguf: .* inside its header"):
         describe_gguf(tmp_path / "head.gguf")
 
 

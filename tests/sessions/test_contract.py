@@ -151,6 +151,8 @@ def test_find_keeps_the_order_of_hashes_and_the_newest_use_first(store: SessionS
     ]
     assert [f.last_used_s for f in found] == [1.0, 2.0, 1.0]
     assert store.find([]) == []
+    only = store.find([entries[1].hash, entries[0].hash], session_id="new")
+    assert [(f.session_id, f.hash) for f in only] == [("new", entries[0].hash)]
 
 
 def test_find_takes_more_hashes_than_one_statement_could(store: SessionStore, make) -> None:

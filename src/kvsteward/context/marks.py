@@ -5,8 +5,8 @@
 
 `hard` leaves room for the answer, so that prompt + answer stay inside the budget. At `high` the history is compacted,
 in one big step down to `low`. The further apart the marks, the rarer the steps, and the more of the prompt is found in
-the engine's prefix cache: with g new tokens a turn, an epoch has (high - low) / g turns and (high^2 - low^2) / 2g prompt
-tokens, of which about `high` are prefilled. So the share that is not cached is 2g x high / (high^2 - low^2).
+the engine's prefix cache: with g new tokens a turn, an epoch has (high - low) / g turns and (high^2 - low^2) / 2g
+prompt tokens, of which about `high` are prefilled. So the share that is not cached is 2g x high / (high^2 - low^2).
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvsteward.context.layout import View
 from kvsteward.context.pipeline import Prepared
 from kvsteward.engines.base import Engine, EngineInfo, EngineLoad
 from kvsteward.errors import EngineError, KVStewardError, NotFoundError, OverloadedError, StoreError
@@ -140,10 +139,10 @@ class Steward:
         if done.first_token_s is not None:
             self.recent_ttft_s.append(done.first_token_s - done.started_s)
         self.residency.touch(resolved.session.id, usage.resident_tokens)
-        view = prepared.view
-        tools = self.desk.estimator.json(done.request.tools)
-        estimate = View(view.pinned, view.epoch, view.items).estimate_tokens(tools)
-        self.desk.estimator = self.desk.estimator.observed(estimate, usage.prompt_tokens)
+        estimator = self.desk.estimator
+        # Estimated anew: the items' own figures stem from earlier rates, and comparing with them would never settle.
+        estimate = estimator.json(done.request.tools) + sum(estimator.message(m) for m in prepared.view.render())
+        self.desk.estimator = estimator.observed(estimate, usage.prompt_tokens)
 
     def watch_release(self, request_id: str) -> None:
         """A client left: makes sure that the engine let go."""

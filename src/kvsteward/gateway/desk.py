@@ -123,9 +123,8 @@ class Desk:
         for index in range(len(hashes) - 1, -1, -1):
             if hashes[index] == session.head:
                 return session, index + 1
-        found = await self.call(self.store.find, hashes[::-1][:_LOOK_BACK])
-        place = next((f for f in found if f.session_id == session_id), None)
-        return session, hashes.index(place.hash) + 1 if place else 0
+        found = await self.call(self.store.find, hashes[::-1], session_id=session_id)
+        return session, hashes.index(found[0].hash) + 1 if found else 0
 
     async def _by_fingerprint(self, request: ChatRequest, hashes: Sequence[str], tenant: Tenant) -> tuple[Session, int]:
         """A history is recognised by an answer in it: two sessions that begin alike are still two sessions."""

@@ -34,7 +34,7 @@ _PCIE3, _PCIE4, _PCIE5, _FABRIC = "PCIe 3 x16", "PCIe 4 x16", "PCIe 5 x16", "Inf
 _SHEET = "NVIDIA {} data sheet"
 
 _DEVICES: tuple[Device, ...] = (
-    Device("H100 SXM", 80, 79.1, 3350, 989, 1979, _NVLINK4, 900, "NVIDIA H100 Tensor Core GPU data sheet"),
+    Device("H100 SXM", 80, 79.2, 3350, 989, 1979, _NVLINK4, 900, "NVIDIA H100 Tensor Core GPU data sheet"),
     Device("H100 PCIe", 80, 79.1, 2000, 756, 1513, _PCIE5, 128, "NVIDIA H100 PCIe product brief PB-11133"),
     Device("H100 NVL", 94, 93.1, 3900, 835, 1671, _NVLINK4, 600, "NVIDIA H100 Tensor Core GPU data sheet"),
     Device("H200 SXM", 141, 139.8, 4800, 989, 1979, _NVLINK4, 900, "NVIDIA H200 Tensor Core GPU data sheet"),

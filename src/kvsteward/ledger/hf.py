@@ -7,15 +7,16 @@ a plain decoder needs and none that says otherwise; that choice is on the list o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvsteward.errors import ConfigError
-from kvsteward.ledger import weights
+from kvsteward.ledger import quantisation, weights
 from kvsteward.ledger.families import FAMILIES, Family, plain
 from kvsteward.ledger.formats import get
 from kvsteward.ledger.layers import Kind
 from kvsteward.ledger.reading import MAX_LAYERS, Reader
-from kvsteward.ledger.spec import ModelSpec
+from kvsteward.ledger.spec import ModelSpec, Weights
 
 _NESTED = ("text_config", "llm_config", "llm_cfg", "language_config", "thinker_config", "decoder", "text_model")
 _LAYER_KEYS = (
@@ -55,8 +56,11 @@ _CONTEXT_KEYS = (
 )
 
 
-def read_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The spec of a model. ConfigError if it has no decoder or lacks a key that cannot be filled in."""
+def read_config(config: Mapping[str, Any], quant: Mapping[str, Any] | None = None) -> ModelSpec:
+    """The spec of a model; `quant` is its `hf_quant_config.json`.
+
+    ConfigError if it has no decoder or lacks a key that cannot be filled in.
+    """
     if not isinstance(config, Mapping) or not config:
         raise ConfigError("the model config is empty or not a JSON object")
     outer = Reader(config)
@@ -77,11 +81,11 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
         vocab_size=inner.optional_count("vocab_size", "padded_vocab_size") or outer.optional_count("vocab_size") or 0,
         max_context_tokens=inner.optional_count(*_CONTEXT_KEYS, least=1),
         dtype=dtype,
-        weights=weights.count_parameters(inner),
+        weights=_weights(outer, inner, quant),
         draft_layers=family.draft(inner, layers),
         encoder_tokens=family.encoder_tokens(inner),
         vision_tokens_per_image=_vision_tokens(outer),
-        kv_dtype_hint=_kv_hint(outer),
+        kv_dtype_hint=quantisation.kv_format(outer, inner, quant),
         assumed=tuple(inner.assumed),
     )
 
@@ -133,14 +137,13 @@ def _dtype(outer: Reader, inner: Reader) -> str:
     return str(inner.assume("torch_dtype", "bf16", "the config names no dtype; current checkpoints are bfloat16"))
 
 
+def _weights(outer: Reader, inner: Reader, quant: Mapping[str, Any] | None) -> Weights | None:
+    counted, fmt = weights.count_parameters(inner), quantisation.linear_format(outer, inner, quant)
+    if counted is None or fmt is None:
+        return counted
+    inner.assume("quantization_config", fmt.name, "all linear layers are taken as quantised, embeddings and head not")
+    return replace(counted, linear_format=fmt)
+
+
 def _vision_tokens(outer: Reader) -> int | None:
     return outer.optional_count("vision_soft_tokens_per_image", "mm_tokens_per_image", "image_seq_length")
-
-
-def _kv_hint(outer: Reader) -> str | None:
-    """What the checkpoint itself asks for: `kv_cache_scheme` of compressed-tensors or ModelOpt, 8-bit float."""
-    quant = outer.sub("quantization_config")
-    scheme = quant.sub("kv_cache_scheme") if quant is not None else None
-    if scheme is None or scheme.raw("num_bits") != 8 or scheme.raw("type") != "float":
-        return None
-    return "fp8"

@@ -32,12 +32,23 @@ class Assumption:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Parameters by how a quantised checkpoint stores them. `exact_bytes`: the sum over a file's tensors."""
+    """Parameters by how a quantised checkpoint stores them. `exact_bytes`: the sum over a file's tensors.
+
+    `active_linear` are the linear ones that one token uses: fewer than `linear` in a mixture of experts;
+    `linear_format` is how the checkpoint stores them, None for the model's own dtype.
+    """
 
     linear: int
     embedding: int
     other: int
     exact_bytes: int | None = None
+    active_linear: int | None = None
+    linear_format: Format | None = None
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token's arithmetic touches."""
+        return self.linear if self.active_linear is None else self.active_linear
 
     @property
     def total(self) -> int:
@@ -63,11 +74,14 @@ class ModelSpec:
     assumed: tuple[Assumption, ...] = field(default=())
 
     @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any]) -> ModelSpec:
-        """From a `config.json`. ConfigError names the key that is missing or makes no sense."""
+    def from_hf_config(cls, config: Mapping[str, Any], *, quant: Mapping[str, Any] | None = None) -> ModelSpec:
+        """From a `config.json`, and `hf_quant_config.json` where there is one.
+
+        ConfigError names the key that is missing or makes no sense.
+        """
         from kvsteward.ledger.hf import read_config  # the readers build specs: they need this module first
 
-        return read_config(config)
+        return read_config(config, quant)
 
     @classmethod
     def from_gguf_metadata(cls, metadata: Mapping[str, Any]) -> ModelSpec:
@@ -128,15 +142,19 @@ class ModelSpec:
     def weight_bytes(self, dtype: FormatChoice = "auto") -> int:
         """Bytes of the weights: linear layers in `dtype`, embeddings, norms and output head in the model's own dtype.
 
-        `auto` gives the file's own sum where a GGUF header told it. ConfigError if the parameters cannot be counted.
+        `auto` is how the checkpoint stores them: a GGUF file's own sum, or its config's quantisation. Towers for
+        images and sound are not counted. ConfigError if the parameters cannot be counted.
         """
         if self.weights is None:
             raise ConfigError(
                 f"the parameters of a {self.architecture} cannot be counted from its config",
                 hint="Give the size of the weight files instead.",
             )
-        if dtype == "auto" and self.weights.exact_bytes is not None:
-            return self.weights.exact_bytes
+        stored = self.weights.exact_bytes
+        if dtype == "auto" and stored is not None:
+            return stored
+        if dtype == "auto" and self.weights.linear_format is not None:
+            dtype = self.weights.linear_format
         own = resolve("auto", self.dtype)
         rest = self.weights.embedding + self.weights.other
         return resolve(dtype, self.dtype).size_bytes(self.weights.linear) + own.size_bytes(rest)

@@ -53,12 +53,14 @@ def count_parameters(reader: Reader) -> Weights | None:
     if attention is None or any(mlp is None for mlp in mlps):
         return None
     linear = layers * attention[0] + sum(mlp[0] for mlp in mlps if mlp)
+    active = layers * attention[0] + sum(mlp[2] for mlp in mlps if mlp)
     norms = (layers * shape.norms + 1) * hidden * shape.norm_scale
     other = layers * attention[1] + sum(mlp[1] for mlp in mlps if mlp) + norms
     tied = reader.flag("tie_word_embeddings")
     heads = 1 if (shape.tied if tied is None else tied) else 2
     positions = (reader.optional_count("n_positions") or 0) * hidden if shape.norm_scale == 2 else 0
-    return Weights(linear=linear, embedding=heads * vocab * hidden + positions, other=other)
+    embedding = heads * vocab * hidden + positions
+    return Weights(linear=linear, embedding=embedding, other=other, active_linear=active)
 
 
 def _attention(reader: Reader, hidden: int, shape: _Shape) -> tuple[int, int] | None:
@@ -87,7 +89,8 @@ def _latent_attention(reader: Reader, hidden: int) -> tuple[int, int] | None:
     return linear, q_rank + rank
 
 
-def _mlp(reader: Reader, hidden: int, index: int, shape: _Shape) -> tuple[int, int] | None:
+def _mlp(reader: Reader, hidden: int, index: int, shape: _Shape) -> tuple[int, int, int] | None:
+    """Linear parameters, others, and the linear ones of one token."""
     matrices = 3 if shape.gated else 2
     experts = reader.optional_count("n_routed_experts", "num_experts", "num_local_experts") or 0
     if experts and index >= (reader.optional_count("first_k_dense_replace") or 0):
@@ -96,10 +99,17 @@ def _mlp(reader: Reader, hidden: int, index: int, shape: _Shape) -> tuple[int, i
             return None
         shared = (reader.optional_count("n_shared_experts") or 0) * width
         bias = experts if reader.text("topk_method") == "noaux_tc" else 0
-        return matrices * hidden * (experts * width + shared), hidden * experts + bias
+        chosen = reader.optional_count("num_experts_per_tok", "num_experts_per_token", "moe_topk") or experts
+        one = matrices * hidden * width
+        return (
+            experts * one + matrices * hidden * shared,
+            hidden * experts + bias,
+            chosen * one + matrices * hidden * shared,
+        )
     width = reader.optional_count("intermediate_size", "n_inner", least=1)
     if width is None and not shape.gated:
         width = 4 * hidden
     if not width:
         return None
-    return matrices * hidden * width, (width + hidden if shape.mlp_bias else 0)
+    size = matrices * hidden * width
+    return size, (width + hidden if shape.mlp_bias else 0), size

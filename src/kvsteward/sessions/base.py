@@ -113,8 +113,9 @@ class SessionStore(ABC):
         """Newest use first."""
 
     @abstractmethod
-    def find(self, hashes: Sequence[str]) -> Sequence[Found]:
-        """All sessions that hold one of these entries, in the order of `hashes`, newest use first within one."""
+    def find(self, hashes: Sequence[str], *, session_id: str | None = None) -> Sequence[Found]:
+        """All sessions (or just this one) that hold one of these entries, in the order of `hashes`, newest use first
+        within one."""
 
     @abstractmethod
     def find_response(self, tenant: str, response_id: str) -> Found | None:

@@ -72,11 +72,12 @@ class MemoryStore(SessionStore):
         start = max(offset, 0)
         return sessions[start : start + max(limit, 0)]
 
-    def find(self, hashes: Sequence[str]) -> Sequence[Found]:
+    def find(self, hashes: Sequence[str], *, session_id: str | None = None) -> Sequence[Found]:
         with self._lock:
             found: list[Found] = []
             for hash_ in dict.fromkeys(hashes):
-                here = [self._found(session_id, hash_) for session_id in self._holders.get(hash_, ())]
+                holders = self._holders.get(hash_, ())
+                here = [self._found(holder, hash_) for holder in holders if session_id in {None, holder}]
                 found += sorted(here, key=lambda one: (-one.last_used_s, one.session_id))
             return found
 

@@ -92,15 +92,15 @@ class SqliteStore(SessionStore):
         with self._read() as db:
             return [rows.session_of(row) for row in db.execute(sql, (*values, max(limit, 0), max(offset, 0)))]
 
-    def find(self, hashes: Sequence[str]) -> Sequence[Found]:
+    def find(self, hashes: Sequence[str], *, session_id: str | None = None) -> Sequence[Found]:
+        where, more = ("", ()) if session_id is None else (" AND e.session_id = ?", (session_id,))
         unique = list(dict.fromkeys(hashes))
         order = {hash_: at for at, hash_ in enumerate(unique)}
         found: list[Found] = []
         with self._read() as db:
             for start in range(0, len(unique), FIND_BATCH):
-                found += _found(
-                    db, "e.hash IN (SELECT value FROM json_each(?))", json.dumps(unique[start : start + FIND_BATCH])
-                )
+                batch = json.dumps(unique[start : start + FIND_BATCH])
+                found += _found(db, f"e.hash IN (SELECT value FROM json_each(?)){where}", batch, *more)
         return sorted(found, key=lambda one: (order[one.hash], -one.last_used_s, one.session_id))
 
     def find_response(self, tenant: str, response_id: str) -> Found | None:

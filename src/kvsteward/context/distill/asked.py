@@ -1,6 +1,7 @@
 """The parts of a tree that the question asks for: leaves and small rows, matched by the words of path and value.
 
-It does not lay out the rest. Invariant: bounded visits; a word that matches nearly everything counts for nearly nothing.
+It does not lay out the rest. Invariant: bounded visits; a word that matches nearly everything counts
+for nearly nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _NEAR_BEST = 0.5
 _MAX_RANKED = 60
 _MAX_CHOSEN = 20
 _MAX_PART_SHARE = 0.5
+_COVERED = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,10 @@ def asked_parts(value: Any, focus: Focus, limit_tokens: float, meter: Meter) -> 
 
 
 def _gain(found: Mapping[str, float], covered: set[str], frequency: Mapping[str, int], total: int) -> float:
-    """The weight of the looked-for words that a part holds; those that a chosen part holds already count half."""
-    return sum(w * rareness(frequency[word], total) * (0.5 if word in covered else 1.0) for word, w in found.items())
+    """The weight of the looked-for words that a part holds; those that a chosen part holds already count little."""
+    return sum(
+        w * rareness(frequency[word], total) * (_COVERED if word in covered else 1.0) for word, w in found.items()
+    )
 
 
 def _parts(value: Any) -> Iterator[Part]:

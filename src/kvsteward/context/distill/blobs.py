@@ -1,4 +1,4 @@
-"""What is no text: hexdumps, base64, binary bytes, minified code. Kind, size, hash, head, and the readable strings in it.
+"""What is no text: hexdumps, base64, bytes, minified code. Kind, size, hash, head, and the readable strings in it.
 
 It does not decode. Invariant: the hash is of the whole given text, so that two blobs can be told apart.
 """

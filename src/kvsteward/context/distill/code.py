@@ -15,8 +15,10 @@ from kvsteward.context.distill.salience import focus_of
 
 _NUMBERED = re.compile(r"^\s*\d{1,6}(?:[:|\t]| {1,4}\S|→)")
 _DEFINITION = re.compile(
-    r"^(?:export |default |public |private |protected |static |final |async |pub(?:\(\w+\))? |virtual |inline |extern )*"
-    r"(?:def|class|fn|func|function|struct|enum|interface|trait|impl|type|module|namespace|package|CREATE TABLE|const)\b"
+    r"^(?:export |default |public |private |protected |static |final |async |pub(?:\(\w+\))? |virtual "
+    r"|inline |extern )*"
+    r"(?:def|class|fn|func|function|struct|enum|interface|trait|impl|type|module|namespace|package"
+    r"|CREATE TABLE|const)\b"
 )
 _ENTRY = re.compile(
     r"^(?:import|from|#include|use|using|require|include|package)\b|^(?:const|let|var) .{1,80}= require\("

@@ -1,6 +1,7 @@
 """CSV, TSV, Markdown and aligned text tables: as tables.
 
-It does not guess types beyond numbers. Invariant: a text is a table only if nearly all of its lines have the same cells.
+It does not guess types beyond numbers. Invariant: a text is a table only if nearly all of its lines have
+the same cells.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def _header(line: str) -> str:
 def _prior(line: str) -> float:
     if line.startswith("diff "):
         return 6.0
-    if line.startswith(("+++ ", "rename ")) or line.startswith("Subject:"):
+    if line.startswith(("+++ ", "rename ", "Subject:")):
         return 0.4
     if line.startswith(_NOISE):
         return -0.5

@@ -66,9 +66,9 @@ _LINE_CHARS = 600
 _MAX_OPEN = 400
 _OPEN = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]{0,15})")
 _ANY_TAG = re.compile(r"<[^<>]{0,4000}>")
-_SELF_CLOSED = frozenset(
-    "p li td th tr dt dd option tbody thead area base br col embed hr img input link meta source track wbr".split()
-)
+_OPTIONAL_END = ("p", "li", "td", "th", "tr", "dt", "dd", "option", "optgroup", "tbody", "thead")
+_VOID = ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr")
+_SELF_CLOSED = frozenset(_OPTIONAL_END + _VOID)
 
 
 class Html(Distiller):

@@ -1,7 +1,7 @@
 """JSON, JSON lines, Python literals and rows in one line, whole or cut off: tables, lists and leaves instead of syntax.
 
-It does not know which API a document came from. Invariants: bounded nodes are visited; every key path that is shown is a
-path of the source.
+It does not know which API a document came from. Invariants: bounded nodes are visited; every key path
+that is shown is a path of the source.
 """
 
 from __future__ import annotations

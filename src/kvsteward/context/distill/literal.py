@@ -1,7 +1,7 @@
-"""A tolerant reader of JSON and Python literals, whole or cut off: dicts, lists, tuples, strings, numbers, calls like Decimal('1').
+"""A tolerant reader of JSON and Python literals, whole or cut off; it also reads calls like Decimal('1').
 
-It does not evaluate anything. Invariants: linear in the text; nesting deeper than a limit and text past a limit are left
-unread; whatever was open at the end is closed and `complete` says so.
+It does not evaluate anything. Invariants: linear in the text; nesting deeper than a limit and text past a limit
+are left unread; whatever was open at the end is closed and `complete` says so.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """`value` is built of dict, list, str and Raw; `end` is where reading stopped; `complete` if nothing was left open."""
+    """`value` is built of dict, list, str and Raw; `end` is where reading stopped; `complete`: nothing was open."""
 
     value: Any
     end: int
@@ -60,7 +60,7 @@ class _Frame:
 
 
 def parse(text: str) -> Parsed | None:
-    """Read one literal from the start of the text; None if it does not start like a container or breaks its syntax early."""
+    """Read one literal from the start of the text; None if it is no container or breaks its syntax."""
     stack: list[_Frame] = [_Frame("", [])]
     end = 0
     for match in _TOKEN.finditer(text, 0, MAX_CHARS):

@@ -22,7 +22,8 @@ _STAMP = re.compile(
     r"^[\[(]?(?:\d{4}[-/]\d\d[-/]\d\d|\w{3} +\d+ \d\d:\d\d|\d\d:\d\d:\d\d|\d{9,13}[.\d]*\b|[IWEF]\d{4} )"
 )
 _SUMMARY = re.compile(
-    r"\b\d+ (?:passed|failed|errors?|warnings?|tests?|skipped|failures?|examples?)\b|^=+ |^-+ |Finished|Total|Summary|Result"
+    r"\b\d+ (?:passed|failed|errors?|warnings?|tests?|skipped|failures?|examples?)\b|^=+ |^-+ "
+    r"|Finished|Total|Summary|Result"
     r"|exit(?:ed)? (?:code|status|with)|BUILD (?:SUCCESS|FAIL)|Successfully|Tests run|\breturncode\b",
     re.IGNORECASE,
 )

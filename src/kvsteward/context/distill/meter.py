@@ -1,6 +1,7 @@
 """What a piece of text costs in tokens, cheaply: an estimate that is scaled to the caller's own counter.
 
-It does not know any tokenizer. Invariant: linear in the text, and the caller's counter is asked only about bounded samples.
+It does not know any tokenizer. Invariant: linear in the text, and the caller's counter is asked only about
+bounded samples.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The packer: from units in document order to a text of at most a limit, best value per token first, gaps marked.
 
-It does not know what a unit is (a line, a row, a sentence). Invariants: kept units stay in order and whole; the result's
-estimate is within the limit; what was left out is marked where it was.
+It does not know what a unit is (a line, a row, a sentence). Invariants: kept units stay in order and whole; the
+result's estimate is within the limit; what was left out is marked where it was.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_VALUES = 4_000
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A piece of the text that is kept or left as a whole; `prior` is what its distiller thinks it is worth (0 = nothing)."""
+    """A piece of the text that is kept or left as a whole; `prior`: what its distiller thinks of it (0: nothing)."""
 
     text: str
     prior: float = 0.0
@@ -53,7 +53,7 @@ def pack(
     joiner: str = "\n",
     known: Iterable[str] = (),
 ) -> Packed:
-    """Fill the limit; the last share of it goes to a line of values from what was left out. `known` values add nothing."""
+    """Fill the limit; the last share of it is a line of values from what was left out. `known` values add nothing."""
     costs = [meter.tokens(unit.text) + 1 for unit in units]
     if sum(costs) <= limit_tokens:
         return Packed(joiner.join(unit.text for unit in units), len(units), len(units))

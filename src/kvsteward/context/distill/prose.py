@@ -44,7 +44,8 @@ class Prose(Distiller):
         letters = sum(map(str.isalpha, sample)) + sample.count(" ")
         ends = len(re.findall(r"[a-z\"'’)][.!?][\s\"'’]", sample))
         lines = [line for line in sample.split("\n") if line.strip()]
-        if sum(map(len, lines)) < _MEAN_LINE_CHARS * len(lines):
+        plain = sum(1 for line in lines if line[:1].isalpha() or line[:1] in "\"'“‘(")
+        if sum(map(len, lines)) < _MEAN_LINE_CHARS * len(lines) or plain * 10 < 7 * len(lines):
             return False
         return letters > 0.88 * len(sample) and ends * 400 > len(sample)
 

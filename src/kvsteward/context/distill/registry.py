@@ -1,7 +1,7 @@
 """The ordered list of distillers and the one door to them.
 
-Invariants of `distil`: pure and deterministic; never more tokens than it was given; at most the limit; never empty for a
-text that is not blank; the first distiller that understands the text and stays within the limit wins.
+Invariants of `distil`: pure and deterministic; never more tokens than it was given; at most the limit; never empty
+for a text that is not blank; the first distiller that understands the text and stays within the limit wins.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _fitted(kind: Distiller, text: str, limit: int, hints: Hints, count: CountTo
     best: Distillate | None = None
     best_tokens = 0
     low, high, aim = 0.0, float("inf"), float(limit)
-    for _ in range(_TRIES if len(text) < _HUGE_CHARS else 2):
+    for _ in range(_TRIES):
         found = kind.distil(text, max(1, int(aim)), hints, count)
         if found is None:
             return best
@@ -83,7 +83,7 @@ def _fitted(kind: Distiller, text: str, limit: int, hints: Hints, count: CountTo
         if tokens <= limit:
             if found.text.strip() and tokens > best_tokens:
                 best, best_tokens = found, tokens
-            if tokens >= _FULL_ENOUGH * limit:
+            if tokens >= _FULL_ENOUGH * limit or len(text) >= _HUGE_CHARS:
                 break
             low = aim
         else:

@@ -25,7 +25,7 @@ from kvsteward.context.distill.meter import Meter
 from kvsteward.context.distill.pack import Unit, choose, head_first, pack, uniform
 from kvsteward.context.distill.salience import Focus, values_of
 
-MAX_ROWS = 6_000
+MAX_ROWS = 4_000
 MAX_COLUMNS = 60
 _IDS_SHARE = 0.7
 _CELLS_SHARE = 0.75

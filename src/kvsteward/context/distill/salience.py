@@ -1,6 +1,7 @@
-"""Which parts of a text are worth their tokens: values (ids, numbers, paths), errors, what was mentioned, position, novelty.
+"""Which parts of a text are worth their tokens: values (ids, numbers, paths), errors, what was named, what is new.
 
-It knows no kind of content. Invariant: linear in the text; every pattern here consumes each character a bounded number of times.
+It knows no kind of content. Invariant: linear in the text; every pattern here consumes each character a
+bounded number of times.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ _MAX_WORD_CHARS = 64
 
 
 def is_value(word: str) -> bool:
-    """True for a word that stands for one thing: an id, a number of three digits, a camelCase or snake_case name, a code."""
+    """True for a word that stands for one thing: an id, a number of three digits, a camelCase name, a code."""
     if word.isdigit():
         return len(word) >= 3
     if len(word) < 3 or len(word) > _MAX_WORD_CHARS:
@@ -188,7 +189,7 @@ def _compound(value: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Focus:
-    """What is looked for, made from hints once: whole values and stems of the question, the plan and earlier arguments."""
+    """What is looked for, made from hints once: values and stems of the question, the plan and earlier arguments."""
 
     asked: frozenset[str]
     """Stems of the question."""
@@ -234,8 +235,9 @@ def focus_of(hints: Hints) -> Focus:
     question = hints.question[-_MAX_HINT_CHARS:]
     mentions = " ".join(sorted(hints.mentions))[:_MAX_HINT_CHARS]
     arguments = hints.arguments[:_MAX_HINT_CHARS]
-    named = f"{question}\n{mentions}\n{arguments}"
-    exact = {word for word in _WORD.findall(named) if is_value(word)} | {m for m in hints.mentions if 3 <= len(m) <= 80}
+    exact = {word for word in _WORD.findall(f"{question}\n{mentions}") if is_value(word)}
+    exact |= {m for m in hints.mentions if 3 <= len(m) <= 80}
+    exact -= set(_WORD.findall(arguments))
     asked = stems(question)
     return Focus(
         asked=frozenset(asked),
@@ -257,9 +259,12 @@ def _kind(value: str) -> float:
     return _ACRONYM_WEIGHT if value.isalpha() and value.isupper() else 1.0
 
 
-def rarity(occurrences: int) -> float:
-    """Weight of a value that stands `occurrences` times in the text: 1 if once, falling slowly."""
-    return 1.0 / (1.0 + 0.35 * math.log2(max(1, occurrences)))
+def standing(occurrences: int) -> float:
+    """Weight of a value that stands `occurrences` times in the text: what recurs is what the text is about, a little.
+
+    It counts once however often it stands, so a value on each line of boilerplate gains nothing by it.
+    """
+    return 1.0 + 0.15 * math.log2(min(16, max(1, occurrences)))
 
 
 def rareness(times: int, total: int) -> float:
@@ -276,7 +281,7 @@ class Seen:
 
     def gain(self, values: Iterable[str]) -> float:
         """What keeping these values would add."""
-        return sum(_kind(v) * rarity(self.frequency[v]) for v in set(values) if v not in self.kept)
+        return sum(_kind(v) * standing(self.frequency[v]) for v in set(values) if v not in self.kept)
 
     def keep(self, values: Iterable[str]) -> None:
         """Note these values as kept."""

@@ -1,4 +1,4 @@
-"""A tree of dicts, lists and scalars as text within a limit: leaves by path, arrays of objects as tables, the rest shared fairly.
+"""A tree of dicts, lists and scalars as text: leaves by path, arrays of objects as tables, the rest shared fairly.
 
 It does not know the syntax it came from. Invariants: work is bounded by node counts, not by the size of the source;
 recursion is bounded by depth.
@@ -15,10 +15,11 @@ from kvsteward.context.distill.base import Hints
 from kvsteward.context.distill.columns import Table
 from kvsteward.context.distill.meter import Meter
 from kvsteward.context.distill.pack import Unit, nearness, pack
+from kvsteward.context.distill.prose import sentences
 from kvsteward.context.distill.rows import MAX_COLUMNS, MAX_ROWS, lay
 from kvsteward.context.distill.salience import Focus, focus_of
 
-MAX_LEAVES = 20_000
+MAX_LEAVES = 6_000
 _MAX_DEPTH = 40
 _MIN_BLOCK_TOKENS = 24
 _TIGHT_TOKENS = 120
@@ -55,7 +56,7 @@ def show(value: Any, limit_tokens: float, hints: Hints, meter: Meter) -> Shown:
     """The tree within about the limit: what was asked for first, then the whole in outline."""
     value = _unnest(value)
     focus = focus_of(hints)
-    if cost_of(value, meter) <= _HOPELESS * limit_tokens:
+    if _weigh(value) <= _HOPELESS * limit_tokens:
         whole = _show(value, float(limit_tokens), focus, meter, 0)
         if not whole.note:
             return whole
@@ -95,8 +96,6 @@ def scalar(value: Any) -> str:
 
 
 def _show_text(text: str, limit: float, focus: Focus, meter: Meter) -> Shown:
-    from kvsteward.context.distill.prose import sentences
-
     if meter.tokens(text[: int(limit * 12) + 100]) <= limit and len(text) <= limit * 12:
         return Shown(text, "")
     units = [Unit(sentence) for sentence in sentences(text[:60_000])]
@@ -313,8 +312,9 @@ def _divide(value: Mapping[str, Any], meter: Meter, limit: float) -> tuple[list[
             if table is not None:
                 blocks.append(_Block(path or "entries", table, cost_of(table, meter)))
                 continue
-            children = [(f"{path}.{key}" if path else str(key), child, depth + 1) for key, child in node.items()]
-            stack.extend(reversed(children[:MAX_LEAVES]))
+            pairs = sampled(list(node.items()))
+            children = [(f"{path}.{key}" if path else str(key), child, depth + 1) for key, child in pairs]
+            stack.extend(reversed(children))
         elif (isinstance(node, list) and node and not _short(node)) or (
             isinstance(node, str) and len(node) > _LONG_TEXT_CHARS
         ):
@@ -371,7 +371,7 @@ def cost_of(value: Any, meter: Meter) -> float:
 
 
 def _share(limit: float, leaf_cost: float, blocks: Sequence[_Block], focus: Focus) -> list[float]:
-    """Water-filling: each part gets its cost or a fair share, weighted by relation to the hints; leaves weigh double."""
+    """Water-filling: each part gets its cost or a fair share, weighted by relation to hints; leaves weigh double."""
     costs = [leaf_cost, *(block.cost + 6 for block in blocks)]
     weights = [2.0, *(1.0 + focus.weight(block.path) for block in blocks)]
     shares = [0.0] * len(costs)

@@ -5,6 +5,7 @@
 const POLL_MS = 1000;
 const TIMEOUT_MS = 8000;
 const WINDOW_S = 900;
+const SHORTEST_S = 120;
 const HITS_WINDOW_S = 60;
 const SHOWN_IN_CHART = 10;
 const SHOWN_SESSIONS = 200;
@@ -200,7 +201,7 @@ function drawFigures() {
   const lost = m.engine.preemptions_total;
   put("f-queue-sub", lost === null ? "turns" : `turns · ${count(lost)} preemptions`);
   put("f-ttft", last && last.ttft_ms !== null ? `${count(last.ttft_ms)} ms` : "–");
-  put("f-ttft-sub", last && last.ttft_ms !== null ? "median of recent turns" : "no turn yet");
+  put("f-ttft-sub", last && last.ttft_ms !== null ? "median of recent turns" : "no streamed turn yet");
   if (!last) return;
   const [asked, found] = counters(last);
   put("f-hits", asked ? percent(found / asked) : "–");
@@ -238,8 +239,14 @@ function title(id) {
   return cut((session && session.title) || id, 40);
 }
 
-function layout(more) {
+/** The time that the charts show: from the first sample, so that a young gateway's charts are not empty. */
+function shownTime() {
   const now = state.memory.now_s;
+  const first = state.samples.length ? state.samples[0].at_s : now;
+  return [Math.min(first, now - SHORTEST_S), now].map((s) => new Date(s * 1000));
+}
+
+function layout(more) {
   const axis = { gridcolor: css("--grid"), linecolor: css("--grid"), zeroline: false, fixedrange: true };
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
@@ -247,8 +254,9 @@ function layout(more) {
     margin: { l: 52, r: 12, t: 6, b: 24 }, showlegend: false, hovermode: "x unified", dragmode: false,
     hoverlabel: { bgcolor: css("--panel"), bordercolor: css("--line"), font: { color: css("--text"), size: 12 } },
     ...more,
-    xaxis: { ...axis, type: "date", range: [new Date((now - WINDOW_S) * 1000), new Date(now * 1000)],
-      tickformat: "%H:%M", hoverformat: "%H:%M:%S", nticks: 6, showgrid: false },
+    xaxis: { ...axis, type: "date", range: shownTime(),
+      tickformatstops: [{ dtickrange: [null, 59999], value: "%H:%M:%S" }, { dtickrange: [60000, null], value: "%H:%M" }],
+      hoverformat: "%H:%M:%S", nticks: 5, showgrid: false },
     yaxis: { ...axis, rangemode: "tozero", ...more.yaxis },
     ...(more.yaxis2 ? { yaxis2: { ...axis, ...more.yaxis2 } } : {}),
   };
@@ -287,7 +295,7 @@ function drawPool(x) {
   const perToken = m.kv_bytes_per_token;
   if (capacity) {
     traces.push({
-      x: [new Date((m.now_s - WINDOW_S) * 1000), new Date(m.now_s * 1000)], y: [capacity, capacity].map((t) => t * (perToken || 1)),
+      x: shownTime(), y: [capacity, capacity].map((t) => t * (perToken || 1)),
       yaxis: perToken ? "y2" : "y", name: "budget", mode: "lines", line: { color: css("--budget"), width: 1.5, dash: "dash" },
       hovertemplate: `${count(capacity)} tokens${perToken ? `, ${bytes(capacity * perToken)}` : ""}`,
     });
@@ -303,7 +311,7 @@ function drawPool(x) {
 }
 
 function drawLegend(ids, other, capacity) {
-  const wanted = ids.map((id) => [title(id), color(id)]);
+  const wanted = ids.map((id) => [cut(title(id), 28), color(id)]);
   if (other) wanted.push(["other", css("--series-other")]);
   if (capacity) wanted.push(["budget (the whole pool)", css("--budget")]);
   const mark = JSON.stringify(wanted);
@@ -414,7 +422,7 @@ function drawDetail() {
   const chosen = state.selected;
   if (!chosen) return;
   const session = found(chosen.id);
-  put("detail-name", session && session.title ? cut(session.title, 60) : chosen.id);
+  put("detail-title", session && session.title ? cut(session.title, 60) : chosen.id);
   put("detail-sub", session
     ? `${cut(session.id, 40)} · ${session.state} · view ${count(session.tokens_in_view)} of ${count(session.tokens_in_log)} tokens`
     : "new session");
@@ -473,8 +481,8 @@ function bubble(role, text, notes, extra = []) {
   return make("article", { class: "msg", "data-role": role }, head, make("div", { class: "body" }, cut(text, SHOWN_CHARS)));
 }
 
-function itemLink(id, hash) {
-  const link = make("a", { href: sessionPath(id, `/items/${hash}`), title: "The whole item, as it was received" }, hash.slice(0, 12));
+function itemLink(id, hash, text = hash.slice(0, 12)) {
+  const link = make("a", { href: sessionPath(id, `/items/${hash}`), title: "The whole item, as it was received" }, text);
   link.addEventListener("click", (event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
@@ -498,9 +506,24 @@ function logBubbles(chosen) {
   });
 }
 
+/** Turns the hashes of the log's entries in a text into links to their items. */
+function linkHashes(body, id, hashes) {
+  const parts = body.textContent.split(/\b([0-9a-f]{8,32})\b/);
+  if (parts.length === 1) return;
+  body.replaceChildren(...parts.map((part, place) => {
+    const hash = place % 2 ? hashes.find((known) => known.startsWith(part)) : undefined;
+    return hash ? itemLink(id, hash, part) : part;
+  }));
+}
+
 function viewBubbles(chosen) {
   const messages = chosen.view ? chosen.view.messages : [];
-  return messages.slice(-SHOWN_MESSAGES).map((message) => bubble(message.role, textOf(message), []));
+  const hashes = chosen.log.map((entry) => entry.hash);
+  return messages.slice(-SHOWN_MESSAGES).map((message) => {
+    const node = bubble(message.role, textOf(message), []);
+    linkHashes(node.querySelector(".body"), chosen.id, hashes);
+    return node;
+  });
 }
 
 function drawMessages() {

@@ -21,7 +21,7 @@ from kvsteward.errors import ConfigError
 from kvsteward.lab.demo.base import LONG_BYTES, Message, Script, Turn, is_long
 from kvsteward.lab.demo.facts import text_of
 
-MAX_TURNS_EACH = 30
+MAX_TURNS_EACH = 15
 _MAX_FILE_BYTES = 256 * 2**20
 
 

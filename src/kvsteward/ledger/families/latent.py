@@ -33,6 +33,11 @@ def mla(reader: Reader) -> Layers:
     return (latent_layer(reader),) * layer_count(reader)
 
 
+def twice(reader: Reader) -> Layers:
+    """LongCat-Flash: two attentions in each of `num_layers` blocks."""
+    return mla(reader) * 2
+
+
 def indexed(reader: Reader) -> Layers:
     """MLA with an index key per token; layers that `indexer_types` calls shared use another layer's index."""
     base, count = latent_layer(reader), layer_count(reader)
@@ -83,10 +88,11 @@ _INDEXED = Family(indexed, draft_like_last_growing)
 _COMPRESSED = Family(compressed, compressed_draft)
 _MLA_NAMES = (
     "deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "minicpm3", "MiniCPM3ForCausalLM", "glm4_moe_lite",
-    "longcat_flash", "mistral_large_3", "youtu_llm",
+    "youtu_llm",
 )  # fmt: skip
 TABLE: dict[str, Family] = {
     **dict.fromkeys(_MLA_NAMES, _MLA),
+    "longcat_flash": Family(twice, draft_like_last_growing),
     "deepseek_v32": _INDEXED,
     "glm_moe_dsa": _INDEXED,
     "deepseek_v4": _COMPRESSED,

@@ -12,24 +12,17 @@ from kvsteward.ledger.families.base import (
     layer_count,
     query_heads,
 )
+from kvsteward.ledger.families.windows import uniform_or_windows
 from kvsteward.ledger.layers import Kind, Layer
 from kvsteward.ledger.reading import Reader
 
 _OTHER_STATE = (
-    "kv_lora_rank",
-    "ssm_state_size",
-    "state_size",
-    "mamba_d_state",
-    "linear_num_value_heads",
-    "linear_attn_config",
-    "compress_ratios",
-    "attention_chunk_size",
-    "hybrid_override_pattern",
-    "layers_block_type",
-    "layer_types",
-    "block_types",
-    "attn_layer_period",
-)
+    "kv_lora_rank", "ssm_state_size", "state_size", "ssm_cfg", "mamba_d_state", "mb_per_layer", "conv_L_cache",
+    "linear_num_value_heads", "linear_attn_config", "compress_ratios", "attention_chunk_size", "attn_type_list",
+    "hybrid_override_pattern", "hybrid_layer_pattern", "hybrid_layer_ids", "layers_block_type", "block_types",
+    "attn_layer_period", "attn_layer_indices", "full_attn_idxs", "cross_attention_layers", "num_kv_shared_layers",
+    "global_head_dim", "index_head_dim", "sparse_attention_config",
+)  # fmt: skip
 
 
 def uniform(reader: Reader) -> Layers:
@@ -85,13 +78,7 @@ def unknown(reader: Reader) -> Family:
     if reader.flag("is_encoder_decoder"):
         raise ConfigError(f"unknown encoder-decoder architecture {name!r}", param=reader.name("model_type"))
     reader.assume("model_type", name, "unknown architecture, read as a plain decoder with full attention")
-    return Family(windowed_or_uniform, draft_like_last_growing)
-
-
-def windowed_or_uniform(reader: Reader) -> Layers:
-    from kvsteward.ledger.families.windows import all_sliding
-
-    return all_sliding(reader) if reader.has("sliding_window") else uniform(reader)
+    return Family(uniform_or_windows, draft_like_last_growing)
 
 
 def encoder_only(reader: Reader) -> Layers:
@@ -110,35 +97,22 @@ def _heads(reader: Reader, heads: int) -> Layers:
 _UNIFORM = (
     "llama", "gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "phi", "phi-msft", "qwen", "baichuan", "internlm",
     "internlm2", "internlm3", "stablelm", "stablelm_epoch", "gemma", "granite", "granitemoe", "olmo", "olmo2", "olmoe",
-    "minicpm", "mixtral", "qwen3", "qwen3_moe", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text",
-    "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen2_5_omni_text", "qwen3_asr_text", "qwen3_omni_moe_text", "molmo", "glm",
-    "glm4", "glm4v", "glm4v_text", "glm4_moe", "glm4v_moe", "glm4v_moe_text", "starcoder2", "nemotron", "yi", "aquila",
-    "ministral3", "exaone", "persimmon", "hunyuan_v1_dense", "ernie4_5", "ernie4_5_moe", "smollm3", "arcee", "seed_oss",
-    "dots1", "apertus", "llava_llama", "cohere", "arctic", "phimoe", "bitnet", "bitnet-25", "codegen",
-    "helium", "solar", "mobilellm",
+    "minicpm", "minimax_m2", "qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "molmo", "glm", "glm4",
+    "glm4v", "glm4v_text", "glm4_moe", "glm4v_moe", "glm4v_moe_text", "nemotron", "yi", "aquila", "ministral3",
+    "exaone", "persimmon", "hunyuan_v1_dense", "ernie4_5", "ernie4_5_moe", "smollm3", "arcee", "seed_oss", "dots1",
+    "apertus", "llava_llama", "cohere", "arctic", "bitnet", "bitnet-25", "codegen", "helium", "solar", "mobilellm",
+)  # fmt: skip
+_ENCODERS = (
+    "bert", "roberta", "xlm-roberta", "distilbert", "nomic_bert", "modernbert", "clip", "siglip", "vit",
 )  # fmt: skip
 
 TABLE: dict[str, Family] = {
-    **{name: Family(uniform, draft_like_last_growing) for name in _UNIFORM},
-    "minimax_m2": Family(uniform, draft_like_last_growing),
+    **dict.fromkeys(_UNIFORM, Family(uniform, draft_like_last_growing)),
+    **dict.fromkeys(_ENCODERS, Family(encoder_only)),
     "falcon": Family(falcon),
     "RefinedWebModel": Family(falcon),
     "gpt_bigcode": Family(bigcode),
     "chatglm": Family(chatglm),
     "mpt": nested_kv("attn_config"),
     "dbrx": nested_kv("attn_config"),
-    **{
-        name: Family(encoder_only)
-        for name in (
-            "bert",
-            "roberta",
-            "xlm-roberta",
-            "distilbert",
-            "nomic_bert",
-            "modernbert",
-            "clip",
-            "siglip",
-            "vit",
-        )
-    },
 }

@@ -176,6 +176,17 @@ def kimi_linear(reader: Reader) -> Layers:
     return tuple(latent if index + 1 in full_at else state for index in range(layer_count(reader)))
 
 
+def lightning(reader: Reader) -> Layers:
+    """MiniMax-Text-01 and M1: `attn_type_list` 0 is lightning attention, a key x value state per head in fp32."""
+    words, base = reader.sequence("attn_type_list"), full(reader)
+    count = layer_count(reader)
+    if words is None or len(words) < count:
+        raise ConfigError(f"no {reader.name('attn_type_list')} for each of the {count} layers")
+    heads = reader.count("num_attention_heads")
+    state = Layer(Kind.STATE, state=(StateTensor("state", heads, base.k_dim * base.v_dim, "f32"),))
+    return tuple(base if whole(word, reader.name("attn_type_list")) else state for word in words[:count])
+
+
 def _named(kinds: dict[str, Layer], word: str, key: str) -> Layer:
     if word not in kinds:
         raise ConfigError(f"unknown layer type {word!r} in {key}", param=key)
@@ -194,6 +205,7 @@ TABLE: dict[str, Family] = {
     "bamba": attention_at("attn_layer_indices"),
     "granitemoehybrid": attention_at("attn_layer_indices"),
     "lfm2": Family(short_conv),
+    **dict.fromkeys(("minimax_text_01", "minimax_m1", "minimax"), Family(lightning)),
     "lfm2_moe": Family(short_conv),
     "kimi_linear": Family(kimi_linear, draft_like_last_growing),
 }

@@ -178,7 +178,12 @@ def mimo(reader: Reader) -> Layers:
 
 
 def uniform_or_windows(reader: Reader) -> Layers:
-    return by_types(reader) if reader.has("layer_types") else all_sliding(reader)
+    """By `layer_types`, else by a pattern, else one window (or none) for all layers."""
+    if reader.has("layer_types"):
+        return by_types(reader)
+    if reader.has("sliding_window_pattern") and reader.has("sliding_window"):
+        return patterned(1).layers(reader)
+    return all_sliding(reader)
 
 
 def sparse_gqa(reader: Reader) -> Layers:
@@ -201,23 +206,24 @@ def _share_tail(layers: Layers, shared: int) -> Layers:
     return (*layers[:keep], *(replace(layer, kind=Kind.SHARED) for layer in layers[keep:]))
 
 
+_ONE_WINDOW = ("mistral", "mistral3", "mixtral", "phi3", "phimoe", "starcoder2", "gpt_oss")
+_QWEN = (
+    "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_audio", "dream",
+    "qwen2_5_omni_text", "qwen2_5_omni_talker", "qwen3", "qwen3_moe", "qwen3_asr_text", "qwen3_omni_moe_text",
+)  # fmt: skip
 _GEMMA3 = patterned(6)
 TABLE: dict[str, Family] = {
-    **{
-        name: Family(uniform_or_windows, draft_like_last_growing) for name in ("mistral", "mistral3", "phi3", "gpt_oss")
-    },
-    **{name: Family(by_types, draft_like_last_growing) for name in ("olmo3", "smallthinker", "step3p5", "laguna")},
-    **{
-        name: Family(qwen2, draft_like_last_growing)
-        for name in ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_talker", "dream", "qwen2_audio")
-    },
+    **dict.fromkeys(_ONE_WINDOW, Family(uniform_or_windows, draft_like_last_growing)),
+    **dict.fromkeys(("smallthinker", "step3p5", "laguna"), Family(by_types, draft_like_last_growing)),
+    **dict.fromkeys(_QWEN, Family(qwen2, draft_like_last_growing)),
     "gemma2": patterned(2, full_at=1),
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
     "cohere2": patterned(4),
+    "olmo3": patterned(4),
     "exaone4": Family(exaone4, draft_like_last_growing),
-    **{name: Family(gemma4) for name in ("gemma4", "gemma4_text", "gemma3n", "gemma3n_text")},
-    **{name: Family(llama4) for name in ("llama4", "llama4_text")},
-    **{name: Family(mimo, draft_like_last_growing) for name in ("mimo", "mimo_v2", "mimo_v2_flash")},
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma3n", "gemma3n_text"), Family(gemma4)),
+    **dict.fromkeys(("llama4", "llama4_text"), Family(llama4)),
+    **dict.fromkeys(("mimo", "mimo_v2", "mimo_v2_flash"), Family(mimo, draft_like_last_growing)),
     "minimax_m3": Family(sparse_gqa, draft_like_last_growing),
 }

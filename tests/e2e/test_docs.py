@@ -1,0 +1,74 @@
+"""What the documents tell a reader to type works: commands parse, the snippet runs, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from kvsteward.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = {page.name: page.read_text() for page in PAGES}
+BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    return [body for text in TEXT.values() for found, body in BLOCK.findall(text) if found == language]
+
+
+def commands(program: str) -> list[list[str]]:
+    lines = [line for body in blocks("sh") for line in body.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(f"{program} ")]
+
+
+@pytest.mark.parametrize("command", commands("kvsteward"), ids=" ".join)
+def test_every_command_parses(command):
+    parser = typer.main.get_command(app)
+    context = parser.make_context("kvsteward", command[1:], resilient_parsing=False)
+    name, verb, arguments = parser.resolve_command(context, [*context._protected_args, *context.args])
+    verb.make_context(name, arguments, parent=context)
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    named = {target for line in commands("make") for target in line[1:] if "=" not in target}
+    assert {"run", "test"} <= named
+    for target in named:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_python_snippet_runs(serve):
+    gateway = serve("--engine", "scripted")
+    (snippet,) = blocks("python")
+    code = snippet.replace("http://127.0.0.1:8080", gateway.url)
+    assert code != snippet
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "ok"
+    assert gateway.get("/v1/sessions/support-4711")["turns"] == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_help_of_every_command():
+    for verb in ((), ("serve",), ("ledger",), ("demo",), ("sessions", "list")):
+        done = subprocess.run([sys.executable, "-m", "kvsteward", *verb, "--help"], capture_output=True, text=True)
+        assert done.returncode == 0
+        assert "Usage" in done.stdout
+
+
+def test_importing_the_package_loads_little():
+    code = "import sys, kvsteward.cli; print([m for m in ('aiohttp','starlette','torch','plotly') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
