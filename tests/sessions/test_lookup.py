@@ -14,6 +14,7 @@ from kvsteward.sessions import SessionStore, SqliteStore
 from kvsteward.sessions.migrations import MIGRATIONS, migrate
 from kvsteward.sessions.words import MAX_WORDS, words
 from kvsteward.wire import fingerprint
+from kvsteward.wire.chat import image_hash
 
 
 def fill(store: SessionStore, make, *texts: str, id_: str = "s1"):
@@ -73,9 +74,7 @@ def test_calls_and_images_are_found(store, make):
     store.create(session)
     store.append(replace(session, head=two.hash), [one, two])
     assert store.lookup("s1", "gate to the north") == [one]
-    from kvsteward.wire.chat import image_hash
-
-    assert store.lookup("s1", f"image {image_hash('data:image/png;base64,AAAA')}") == [two]
+    assert store.lookup("s1", image_hash("data:image/png;base64,AAAA")[:10]) == [two]
 
 
 def test_a_branch_and_a_wiped_session_take_their_words_along(store, make):

@@ -159,7 +159,8 @@ class SqliteStore(SessionStore):
     def lookup(self, session_id: str, query: str, *, head: str | None = None, limit: int = 20) -> Sequence[Entry]:
         forms, asked = needles(query), words.words(query)
         holds = " OR ".join(f"instr(raw, :form{n})" for n in range(len(forms)))
-        values = {"session": session_id, "head": head, "limit": max(limit, 0), "match": words.match(session_id, asked)}
+        values: dict[str, object] = {"session": session_id, "head": head}
+        values |= {"limit": max(limit, 0), "match": words.match(session_id, asked)}
         values |= {f"form{n}": form for n, form in enumerate(forms)}
         walk, on_path = (_WALK, "AND rowid IN (SELECT id FROM walk)") if head is not None else ("", "")
         with self._read() as db:

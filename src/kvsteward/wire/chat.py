@@ -20,6 +20,7 @@ Message = dict[str, Any]
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 PINNED_ROLES = frozenset({"system", "developer"})
 
+IMAGE_DIGITS = 10
 IMAGE_TYPES = frozenset({"image_url", "input_image", "image"})
 
 OWN_FIELDS = ("session_id", "previous_response_id", "conversation", "kvsteward")
@@ -161,8 +162,8 @@ def image_hash(url: str) -> str:
 
 
 def image_marks(message: Mapping[str, Any]) -> list[str]:
-    """`[image HASH]` for each image of a message: the words that find it."""
-    return [f"[image {image_hash(url)}]" for url in image_urls(message)]
+    """`[image HASH]` for each image of a message, with the first digits of its hash: the words that find it."""
+    return [f"[image {image_hash(url)[:IMAGE_DIGITS]}]" for url in image_urls(message)]
 
 
 def text_of(message: Mapping[str, Any]) -> str:
