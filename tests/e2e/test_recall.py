@@ -12,10 +12,13 @@ pytestmark = [pytest.mark.embedded, pytest.mark.timeout(600)]
 def test_a_value_of_eighty_turns_ago(engine, serve):
     gateway = serve("--engine", engine.option, "--budget", "1024", "--recall", "--summary", "extractive")
     history = [{"role": "system", "content": "You keep a diary."}]
-    for turn in range(84):
+    for turn in range(84):  # the engine answers every twelfth turn: the session is as long, the test is not
         told = "The vault's code is QX-4711-77 and its guard is Ms Okonkwo. " if turn == 2 else ""
         history.append({"role": "user", "content": f"{told}Entry {turn}: the weather was plain and nothing broke."})
-        answer = gateway.chat(history, session="s", max_tokens=4, temperature=0)
+        if turn % 12 != 11:
+            history.append({"role": "assistant", "content": f"Entry {turn} is noted."})
+            continue
+        answer = gateway.chat(history, session="s", max_tokens=2, temperature=0)
         assert "choices" in answer, answer
         history.append(answer["choices"][0]["message"])
         assert "kvsteward_recall" not in str(answer)

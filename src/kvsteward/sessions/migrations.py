@@ -79,7 +79,17 @@ def m002_words(db: sqlite3.Connection) -> None:
         )
 
 
-MIGRATIONS: tuple[Migration, ...] = (m001_sessions, m002_words)
+def m003_blobs(db: sqlite3.Connection) -> None:
+    """Long data URLs, kept once for each session. What was stored before stays in its messages."""
+    db.execute("ALTER TABLE entries ADD COLUMN blobs TEXT")
+    db.execute(
+        """CREATE TABLE blobs (
+            session_id TEXT NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
+            hash TEXT NOT NULL, data BLOB NOT NULL, PRIMARY KEY (session_id, hash))"""
+    )
+
+
+MIGRATIONS: tuple[Migration, ...] = (m001_sessions, m002_words, m003_blobs)
 
 
 def migrate(db: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> int:
