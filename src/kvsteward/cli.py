@@ -71,6 +71,9 @@ def serve(
         int | None, typer.Option(help="Tokens over which a tool result is reduced on entry. Default: budget / 16.")
     ] = None,
     summary: Annotated[str, typer.Option(help="Who writes the rolling summary: `engine` or `extractive`.")] = "engine",
+    recall: Annotated[
+        bool, typer.Option("--recall", help="Offer the model a tool that returns what left its view.")
+    ] = False,
     max_body_mib: Annotated[int, typer.Option(help="Largest request body.")] = 64,
     tenants: Annotated[
         Path | None, typer.Option(help="YAML file of tenants with their API keys. Default: no keys.")
@@ -84,7 +87,7 @@ def serve(
         upstream_key=upstream_key, store=store or default_store(), budget=budget, mode=mode, ttl_s=ttl,
         log_days=log_days, high_water=high_water,
         low_water=low_water, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
-        max_body_mib=max_body_mib, tenants=tenants,
+        max_body_mib=max_body_mib, recall=recall, tenants=tenants,
     )  # fmt: skip
     run(options)
 

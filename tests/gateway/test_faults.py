@@ -148,8 +148,8 @@ async def test_a_client_that_leaves_frees_the_engine(start, stream, imitates):
     await gateway.until(lambda: not gateway.engine.active_sessions(), within_s=1.0)
     await gateway.until(lambda: gateway.steward.gate.pool.running == 0)
     gateway.engine.pool.check_integrity()
-    metrics = gateway.steward.telemetry.text().decode()
-    assert 'kvsteward:turns_total{outcome="abandoned"} 1.0' in metrics
+    counted = b'kvsteward:turns_total{outcome="abandoned"} 1.0'
+    await gateway.until(lambda: counted in gateway.steward.telemetry.text())
     assert (await gateway.get("/v1/sessions/s"))["state"] == "idle"
     if stream or imitates == "llama-server":
         log = (await gateway.get("/v1/sessions/s/log"))["data"]

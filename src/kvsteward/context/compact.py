@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import orjson
 
-from kvsteward.context.layout import ACKNOWLEDGEMENT, Epoch, Fact, Item, Stub, View, cuts, with_text
+from kvsteward.context.layout import ACKNOWLEDGEMENT, HASH_CHARS, Epoch, Fact, Item, Stub, View, cuts, with_text
 from kvsteward.context.marks import Marks
 from kvsteward.context.memory import collect
 from kvsteward.context.tokens import Estimator
@@ -25,7 +25,6 @@ Shorten = Callable[[Item, int], str | None]
 """Shortens an item's text to about so many tokens; None if it cannot."""
 
 MAX_FACTS, MAX_STUBS, MAX_REQUESTS = 1_000, 400, 200
-HASH_CHARS = 8
 _HEADER = "[kvsteward] {dropped} earlier messages are condensed here. Nothing is lost: each hash names a full message."
 _REQUEST_SHARE, _SUMMARY_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.3, 160
 _REQUEST_CHARS, _LABEL_CHARS = 600, 48

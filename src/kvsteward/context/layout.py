@@ -19,6 +19,8 @@ from kvsteward.wire.chat import PINNED_ROLES, text_of
 
 Message = Mapping[str, Any]
 
+HASH_CHARS = 8
+"""Digits of a hash that a view prints."""
 ACKNOWLEDGEMENT = "Noted. I continue from here."
 """Said by the assistant between the condensed part and a user message: many templates want roles to alternate."""
 

@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import orjson
 
-from kvsteward.context.compact import HASH_CHARS, SUMMARY_INSTRUCTION, compact, droppable_tokens
+from kvsteward.context.compact import SUMMARY_INSTRUCTION, compact, droppable_tokens
 from kvsteward.context.distill.base import Hints
 from kvsteward.context.distill.registry import distil
-from kvsteward.context.layout import Epoch, Item, Message, View, with_text
+from kvsteward.context.layout import HASH_CHARS, Epoch, Item, Message, View, with_text
 from kvsteward.context.marks import Marks, Policy
 from kvsteward.context.memory import argument_values, values
 from kvsteward.context.tokens import Estimator

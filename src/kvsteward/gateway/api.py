@@ -14,10 +14,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from kvsteward import __version__
+from kvsteward.context.recall import make_ask
 from kvsteward.errors import EngineError, KVStewardError, NotFoundError, ProtocolError, StateError
 from kvsteward.gateway import dashboard, turn
 from kvsteward.gateway.auth import tenant_of
 from kvsteward.gateway.desk import public_id, storage_id
+from kvsteward.gateway.recall import look_up
 from kvsteward.gateway.relay import Exchange
 from kvsteward.gateway.settings import Tenant
 from kvsteward.sessions.base import Entry, Session
@@ -64,6 +66,7 @@ def routes(steward: Steward) -> list[BaseRoute]:
         route("/v1/sessions/{id:path}/log", _log),
         route("/v1/sessions/{id:path}/view", _view),
         route("/v1/sessions/{id:path}/items/{hash}", _item),
+        route("/v1/sessions/{id:path}/recall", _recall),
         route("/v1/sessions/{id:path}", _get),
         route("/v1/sessions/{id:path}", _delete, "DELETE"),
         route("/create_session", _create_simple, "POST"),
@@ -272,14 +275,16 @@ async def _delete(steward: Steward, request: Request, tenant: Tenant) -> Respons
 
 
 async def _log(steward: Steward, request: Request, tenant: Tenant) -> Response:
-    """The path to the head, whole; with `?q=TEXT` the entries of all branches that hold a text; with `?head=HASH`
+    """The path to the head, whole; with `?q=TEXT` the entries of all branches that hold a text, or else
+    its words, best first; with `?head=HASH`
     another branch."""
     session = await _found(steward, request, tenant)
     store = steward.desk.store
     needle = request.query_params.get("q")
     entries: Sequence[Entry]
     if needle:
-        entries = await steward.desk.call(store.search, session.id, needle, limit=int(_number(request, "limit", 20)))
+        limit = max(0, min(int(_number(request, "limit", 20)), _MAX_PAGE))
+        entries = await steward.desk.call(store.lookup, session.id, needle, limit=limit)
     else:
         entries = await steward.desk.call(store.path, session.id, request.query_params.get("head"))
     return json({"object": "list", "session": public_id(session), "data": [_entry(entry) for entry in entries]})
@@ -317,6 +322,18 @@ async def _item(steward: Steward, request: Request, tenant: Tenant) -> Response:
     if entry is None:
         raise NotFoundError(f"the session has no item '{prefix}'")
     return json(_entry(entry))
+
+
+async def _recall(steward: Steward, request: Request, tenant: Tenant) -> Response:
+    """What the recall tool answers: `?query=WORDS` or `?hash=HEX`, with `&range=FIRST-LAST`, in `&limit=TOKENS`."""
+    session = await _found(steward, request, tenant)
+    ask = make_ask(*(request.query_params.get(name, "") for name in ("hash", "query", "range")))
+    if isinstance(ask, str):
+        raise ProtocolError(ask, param="query")
+    limit = max(64, min(int(_number(request, "limit", 1024)), 65_536))
+    shown = await steward.desk.shown(session.id, session.head)
+    found = await look_up(steward, session.id, session.head, shown.view, ask, limit)
+    return json({"session": public_id(session), "text": found.text, "tokens": found.tokens, "hashes": found.hashes})
 
 
 def _number(request: Request, name: str, default: float) -> float:

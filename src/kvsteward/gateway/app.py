@@ -30,6 +30,7 @@ from kvsteward.gateway.gate import Gate
 from kvsteward.gateway.relay import ClientGone, Exchange
 from kvsteward.gateway.settings import Settings, Tenant
 from kvsteward.gateway.telemetry import Telemetry
+from kvsteward.gateway.upstream import PATH
 from kvsteward.policy.residency import Residency
 from kvsteward.sessions.base import SessionStore
 from kvsteward.wire.chat import ChatRequest
@@ -135,13 +136,14 @@ class Steward:
         if prepared.epoch is not None:
             self.telemetry.compactions.inc()
 
-    def count_answer(self, done: turn.Turn, resolved: Resolved, prepared: Prepared, usage: Usage) -> None:
+    def count_answer(self, done: turn.Turn, resolved: Resolved, prepared: Prepared, usage: Usage, spent: Usage) -> None:
+        """`usage` is what the view and its answer take; `spent` what was computed for it in all rounds."""
         t = self.telemetry
-        t.prompt_tokens.inc(usage.prompt_tokens)
-        t.cached_tokens.inc(usage.cached_tokens)
-        t.output_tokens.inc(usage.output_tokens)
-        self.prompt_tokens_total += usage.prompt_tokens
-        self.cached_tokens_total += usage.cached_tokens
+        t.prompt_tokens.inc(spent.prompt_tokens)
+        t.cached_tokens.inc(spent.cached_tokens)
+        t.output_tokens.inc(spent.output_tokens)
+        self.prompt_tokens_total += spent.prompt_tokens
+        self.cached_tokens_total += spent.cached_tokens
         t.session_tokens.observe(usage.resident_tokens)
         t.saved_tokens.inc(turn.saved_tokens(resolved, prepared))
         if done.first_token_s is not None:
@@ -239,7 +241,7 @@ class Gateway:
         self._router: ASGIApp = Starlette(
             routes=api.routes(steward), exception_handlers=api.exception_handlers(), lifespan=self._lifespan
         )
-        self._hot = {turn.PATH: turn.chat, "/chat": api.simple_chat}
+        self._hot = {PATH: turn.chat, "/chat": api.simple_chat}
 
     @asynccontextmanager
     async def _lifespan(self, _: Any) -> AsyncIterator[None]:

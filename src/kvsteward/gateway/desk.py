@@ -275,6 +275,15 @@ class Desk:
         await self.call(self._append, session, entries, decisions, resolved.session.state == "new")
         return session
 
+    async def decide(self, session_id: str, decision: Decision) -> None:
+        """Records one decision at an entry that is in the log."""
+        await self.call(self._decide, session_id, decision)
+
+    def _decide(self, session_id: str, decision: Decision) -> None:
+        session = self.store.get(session_id)
+        if session is not None:
+            self.store.append(session, [], [decision])
+
     def _started(self, session: Session) -> State:
         """Counts a turn in. Its end is `log_answer` or `turn_failed`."""
         count = self._active[session.id] = self._active.get(session.id, 0) + 1

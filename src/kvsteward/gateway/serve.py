@@ -49,6 +49,7 @@ class ServeOptions:
     tool_limit: int | None
     summary: str
     max_body_mib: int
+    recall: bool
     tenants: Path | None
 
 
@@ -64,6 +65,7 @@ def settings_of(options: ServeOptions) -> Settings:
             tool_limit_tokens=options.tool_limit,
             summary=options.summary,
         ),
+        recall=options.recall,
         ttl_s=options.ttl_s,
         log_retention_s=options.log_days * 86_400,
         max_body_bytes=options.max_body_mib * 2**20,

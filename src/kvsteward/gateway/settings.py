@@ -38,6 +38,10 @@ class Settings:
     budget_tokens: int | None = None
     policy: Policy = field(default_factory=Policy)
     limits: Limits = field(default_factory=Limits)
+    recall: bool = False
+    """Offer the model a tool that returns what left its view. `X-KVSteward-Recall` says otherwise for a request."""
+    recall_rounds: int = 3
+    """How often one turn may look something up."""
     ttl_s: float = 1_800.0
     log_retention_s: float = 30 * 86_400.0
     max_body_bytes: int = 64 * 2**20
@@ -55,6 +59,8 @@ class Settings:
         for name in ("ttl_s", "log_retention_s", "sweep_every_s", "max_body_bytes"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+        if not 1 <= self.recall_rounds <= 16:
+            raise ConfigError(f"recall_rounds must be between 1 and 16, not {self.recall_rounds}")
         if self.budget_tokens is not None and self.budget_tokens < 512:
             raise ConfigError(
                 f"a budget of {self.budget_tokens} tokens is too small to hold a conversation; use 512 or more"

@@ -32,6 +32,7 @@ class Telemetry:
         )
         self.compactions = Counter("kvsteward:compactions", "Compactions", registry=r)
         self.reductions = Counter("kvsteward:reductions", "Messages reduced on entry", registry=r)
+        self.recalls = Counter("kvsteward:recalls", "Calls of the recall tool that were answered", registry=r)
         self.exact_counts = Counter("kvsteward:exact_counts", "Prompts that the engine was asked to count", registry=r)
         self.ttft = Histogram("kvsteward:ttft_seconds", "Time to the first token", buckets=_SECONDS, registry=r)
         self.queue_time = Histogram(

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -21,27 +21,37 @@ import orjson
 from kvsteward.context.layout import Item
 from kvsteward.context.marks import Marks
 from kvsteward.context.pipeline import Count, Prepared, Question, Summarise, prepare
+from kvsteward.context.recall import TOOL_NAME, with_room
 from kvsteward.engines.base import EngineReply, EngineRequest
 from kvsteward.errors import ContextOverflowError, EngineError, KVStewardError, StateError, StoreError, UnsupportedError
+from kvsteward.gateway import recall
 from kvsteward.gateway.desk import Resolved, public_id, tools_key
 from kvsteward.gateway.relay import EVENTS, JSON, ClientGone, Exchange
 from kvsteward.gateway.settings import Tenant
+from kvsteward.gateway.upstream import (
+    MAX_ERROR_BYTES,
+    PATH,
+    check_accepted,
+    check_ended,
+    collected,
+    events_of,
+    read_all,
+    veiled_events,
+    without_usage,
+)
 from kvsteward.policy.admission import Demand
-from kvsteward.wire.answer import AnswerReader, is_usage_only
+from kvsteward.wire.answer import AnswerReader
 from kvsteward.wire.chat import ChatRequest, encode, has_images, parse_chat
-from kvsteward.wire.errors import engine_error
 from kvsteward.wire.fingerprint import link
 from kvsteward.wire.identity import identify
-from kvsteward.wire.sse import DONE, EventSplitter, data_of
+from kvsteward.wire.sse import DONE, EventSplitter
 from kvsteward.wire.usage import Usage, parse_usage
+from kvsteward.wire.veil import Veil
 
 if TYPE_CHECKING:
     from kvsteward.gateway.app import Steward
 
 logger = logging.getLogger("kvsteward")
-
-PATH = "/v1/chat/completions"
-_MAX_ERROR_BYTES = 1 * 2**20
 
 LIFE: Mapping[str, frozenset[str]] = {
     "received": frozenset({"prepared", "failed", "abandoned"}),
@@ -66,6 +76,8 @@ class Turn:
     open_in: str | None = None
     """The session that counts this turn as active, until its answer is logged or it fails."""
     first_token_s: float | None = None
+    recall: bool = False
+    """Our tool is offered beside the client's."""
 
     def step(self, state: str) -> None:
         if state not in LIFE[self.state]:
@@ -130,6 +142,8 @@ async def managed(steward: Steward, exchange: Exchange, turn: Turn) -> None:
 async def run(steward: Steward, exchange: Exchange, turn: Turn, resolved: Resolved) -> None:
     """A turn whose session is known. An engine that finds the prompt too long after all gets one that is condensed."""
     session_id = resolved.session.id
+    if recall.wanted(steward, exchange.headers, turn.request):
+        turn.recall, turn.request = True, recall.offered(turn.request)
     for force in (False, True):
         async with steward.desk.lock(session_id):
             prepared = await prepared_turn(steward, turn, resolved, force=force)
@@ -177,7 +191,8 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
 
 def marks_of(steward: Steward, turn: Turn) -> Marks:
     budget = steward.budget_tokens(turn.tenant)
-    return steward.settings.policy.marks(budget, turn.request.max_output_tokens)
+    marks = steward.settings.policy.marks(budget, turn.request.max_output_tokens)
+    return with_room(marks) if turn.recall else marks
 
 
 async def ask(
@@ -250,12 +265,15 @@ def _summary_body(request: ChatRequest) -> dict[str, Any]:
 async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: Resolved, prepared: Prepared) -> None:
     """Waits for room in the KV budget, then lets the engine answer."""
     request, session_id = turn.request, resolved.session.id
-    stream = request.stream or steward.engine.info.streams_only
+    stream = request.stream or steward.engine.info.streams_only or turn.recall
     room = prepared.marks.budget - prepared.tokens
     output = min(request.max_output_tokens or room, room)
     cap = output if steward.must_cap_output(request, prepared) else None
     body = encode(request, messages=prepared.view.render(), stream=stream, max_tokens=cap)
-    demand = Demand(prepared.tokens, max(1, output), returning=steward.residency.of(session_id) > 0)
+    extra = recall.room_tokens(prepared) if turn.recall else 0
+    demand = Demand(
+        prepared.tokens + extra, max(1, min(output, room - extra)), returning=steward.residency.of(session_id) > 0
+    )
     exchange.reply_headers |= {
         "x-kvsteward-session": public_id(resolved.session),
         "x-kvsteward-tokens-in-view": str(prepared.tokens),
@@ -267,11 +285,13 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
         async with steward.gate.admitted(demand) as waited_s:
             steward.telemetry.queue_time.observe(waited_s)
             engine_request = EngineRequest(PATH, body, turn.id, session_id, engine_headers(exchange))
-            async with steward.engine.open(engine_request) as reply:
-                if reply.status != 200:
-                    raise engine_error(reply.status, await read_all(reply, _MAX_ERROR_BYTES))
-                turn.step("streaming")
-                await (streamed if stream else whole)(steward, exchange, turn, reply, log)
+            if turn.recall:
+                await recalled(steward, exchange, turn, engine_request, log)
+            else:
+                async with steward.engine.open(engine_request) as reply:
+                    await check_accepted(reply)
+                    turn.step("streaming")
+                    await (streamed if stream else whole)(steward, exchange, turn, reply, log)
     except BaseException as error:
         # Here the socket to the engine is closed already: writing the log must not keep the engine at work.
         await asyncio.shield(log.broken_off("abandoned" if isinstance(error, asyncio.CancelledError) else "error"))
@@ -297,7 +317,10 @@ class AnswerLog:
     """Writes an answer into the log: drafts while it comes, the whole when it ends. Mutable, one for each turn."""
 
     def __init__(self, steward: Steward, turn: Turn, resolved: Resolved, prepared: Prepared) -> None:
-        self._steward, self._turn, self._resolved, self._prepared = steward, turn, resolved, prepared
+        self._steward, self._turn = steward, turn
+        self.resolved, self.prepared = resolved, prepared
+        self.view_usage: Usage | None = None
+        """What the view and its answer take, where the engine was given more than the view."""
         self._drafted_s = steward.now()
         self._writing: asyncio.Task[None] | None = None
         self.reader = AnswerReader()
@@ -313,10 +336,10 @@ class AnswerLog:
             self._writing = asyncio.create_task(self._draft(orjson.dumps(message)))
 
     async def _draft(self, text: bytes) -> None:
-        desk, session = self._steward.desk, self._resolved.session
+        desk, session = self._steward.desk, self.resolved.session
         now = self._steward.wall()
         try:
-            await desk.call(desk.store.draft, session.id, self._turn.id, self._resolved.head, text, now=now)
+            await desk.call(desk.store.draft, session.id, self._turn.id, self.resolved.head, text, now=now)
         except StoreError as error:  # a draft is a safety net; the answer itself will fail loudly if the disk is full
             logger.warning("cannot keep a draft of %s: %s", self._turn.id, error.message)
 
@@ -337,21 +360,22 @@ class AnswerLog:
         self._ended = True
         if self._writing is not None:
             await asyncio.wait([self._writing])
-        desk, view, session = self._steward.desk, self._prepared.view, self._resolved.session
+        desk, view, session = self._steward.desk, self.prepared.view, self.resolved.session
         if message is None:
             return
         estimate = desk.estimator.message(message)
+        spent, usage = usage, self.view_usage or usage
         tokens = usage.output_tokens if usage and usage.output_tokens else estimate
         if usage:  # a client may replace this answer by another: then the count of the prompt is still known
             known = view.counted(usage.prompt_tokens, view.known_for)
-            desk.recount(session.id, self._resolved.head, known)
-        item = Item(link(self._resolved.head, message), view.depth + 1, message, tokens, tokens)
+            desk.recount(session.id, self.resolved.head, known)
+        item = Item(link(self.resolved.head, message), view.depth + 1, message, tokens, tokens)
         view = view.with_items([item])
         if usage:
             view = view.counted(usage.resident_tokens, view.known_for)
         await desk.log_answer(
             session.id,
-            self._resolved.head,
+            self.resolved.head,
             item.depth,
             message,
             finish=finish,
@@ -361,56 +385,82 @@ class AnswerLog:
             view=view,
         )
         self._turn.open_in = None
-        if usage:
-            self._steward.count_answer(self._turn, self._resolved, self._prepared, usage)
+        if usage and spent:
+            self._steward.count_answer(self._turn, self.resolved, self.prepared, usage, spent)
 
 
 async def streamed(steward: Steward, exchange: Exchange, turn: Turn, reply: EngineReply, log: AnswerLog) -> None:
     """The engine streams. The client gets the events as they come, or one whole answer if it asked for that."""
-    reader = log.reader
-    async for events in events_of(reply, reader):
-        now = steward.now()
-        if turn.first_token_s is None:
-            turn.first_token_s = now
-            steward.telemetry.ttft.observe(now - turn.started_s)
-        log.maybe_draft(now)
-        if turn.request.stream:
-            if not exchange.started:
-                await exchange.start(200, EVENTS)
-            shown = events if turn.request.wants_usage else without_usage(events)
-            if shown:
-                await exchange.write(shown)
-    check_ended(reader)
+    async for events in events_of(reply, log.reader):
+        await passed_on(steward, exchange, turn, log, events)
+    check_ended(log.reader)
+    await completed(exchange, turn, log)
+
+
+async def passed_on(steward: Steward, exchange: Exchange, turn: Turn, log: AnswerLog, events: bytes) -> None:
+    """Events on their way to the client, and now and then to the log."""
+    now = steward.now()
+    if turn.first_token_s is None:
+        turn.first_token_s = now
+        steward.telemetry.ttft.observe(now - turn.started_s)
+    log.maybe_draft(now)
+    if turn.request.stream:
+        if not exchange.started:
+            await exchange.start(200, EVENTS)
+        shown = events if turn.request.wants_usage else without_usage(events)
+        if shown:
+            await exchange.write(shown)
+
+
+async def completed(exchange: Exchange, turn: Turn, log: AnswerLog) -> None:
+    """The answer is whole: it goes into the log, then the client is told."""
     await asyncio.shield(log.ended())
     if turn.request.stream:
         if not exchange.started:
             await exchange.start(200, EVENTS)
         await exchange.end(DONE)
     else:
-        await exchange.reply_completion(reader.completion())
+        await exchange.reply_completion(log.reader.completion())
 
 
-async def events_of(reply: EngineReply, reader: AnswerReader) -> AsyncIterator[bytes]:
-    """The engine's whole events, as they came, without the closing frame: the answer is written to the log before the
-    client is told that it is complete."""
-    splitter = EventSplitter()
-    async for chunk in reply.chunks():
-        events = splitter.feed(chunk)
-        if not events:
-            continue
-        for event in events:
-            reader.feed(event)
-        if b"[DONE]" in events[-1] and data_of(events[-1]) == b"[DONE]":
-            events.pop()
-        if events:
-            yield events[0] if len(events) == 1 else b"".join(events)
+async def recalled(steward: Steward, exchange: Exchange, turn: Turn, first: EngineRequest, log: AnswerLog) -> None:
+    """One answer in several rounds: as long as the model calls our tool alone, it is answered and goes on. The last
+    round has no such tool. The client sees one answer."""
+    session_id, prepared, veil = log.resolved.session.id, log.prepared, Veil(TOOL_NAME)
+    room, more = recall.room_tokens(prepared), list[Mapping[str, Any]]()
+    for left in range(steward.settings.recall_rounds, -1, -1):
+        veil.begin(more=left > 0)
+        request = replace(first, body=round_body(steward, turn, prepared, more, left)) if more else first
+        async with steward.engine.open(request) as reply:
+            await check_accepted(reply)
+            if turn.state == "waiting":
+                turn.step("streaming")
+            async for events in veiled_events(reply, veil, log.reader):
+                await passed_on(steward, exchange, turn, log, events)
+            check_ended(veil.round)
+        calls = [{**call, "id": call["id"] or f"recall_{len(more)}_{n}"} for n, call in enumerate(veil.end())]
+        if not calls:
+            break
+        answers = await recall.answer_calls(steward, session_id, log.resolved.head, prepared, calls, room)
+        room -= sum(steward.desk.estimator.message(message) for message in answers)
+        more += [{**(veil.round.message() or {}), "tool_calls": calls}, *answers]
+    usage, start = veil.last_event(), veil.first_prompt()
+    if usage:
+        log.reader.feed(usage)
+        await passed_on(steward, exchange, turn, log, usage)
+    if start and more:
+        said = steward.desk.estimator.message(log.reader.message() or {})
+        log.view_usage = replace(start, output_tokens=said)
+    await completed(exchange, turn, log)
 
 
-def without_usage(events: bytes) -> bytes:
-    """Takes out the usage chunk that the client did not ask for."""
-    if b'"choices":[]' not in events and b'"choices": []' not in events:
-        return events
-    return b"".join(event for event in EventSplitter().feed(events) if not is_usage_only(event))
+def round_body(steward: Steward, turn: Turn, prepared: Prepared, more: Sequence[Mapping[str, Any]], left: int) -> bytes:
+    """The view and the rounds so far. What they take is no longer free for the answer."""
+    request = turn.request if left else recall.withdrawn(turn.request)
+    used = sum(steward.desk.estimator.message(message) for message in more)
+    room = max(16, prepared.marks.budget - prepared.tokens - used)
+    output = min(request.max_output_tokens or room, room)
+    return encode(request, messages=[*prepared.view.render(), *more], stream=True, max_tokens=output)
 
 
 async def whole(steward: Steward, exchange: Exchange, turn: Turn, reply: EngineReply, log: AnswerLog) -> None:
@@ -428,18 +478,6 @@ async def whole(steward: Steward, exchange: Exchange, turn: Turn, reply: EngineR
     await exchange.reply_completion(answer, raw)
 
 
-async def read_all(reply: EngineReply, limit_bytes: int) -> bytes:
-    """The rest of a reply's body, cut at a bound."""
-    parts: list[bytes] = []
-    size = 0
-    async for chunk in reply.chunks():
-        parts.append(chunk)
-        size += len(chunk)
-        if size > limit_bytes:
-            break
-    return b"".join(parts)
-
-
 async def passthrough(steward: Steward, exchange: Exchange, turn: Turn, raw: bytes) -> None:
     """The request as it is, in its own bytes. Nothing is logged; a client that leaves still stops the engine."""
     request = turn.request
@@ -451,7 +489,7 @@ async def passthrough(steward: Steward, exchange: Exchange, turn: Turn, raw: byt
         turn.step("streaming")
         if reply.status != 200:
             content_type = reply.headers.get("content-type", "application/json").encode("latin-1")
-            await exchange.reply(reply.status, await read_all(reply, _MAX_ERROR_BYTES), content_type)
+            await exchange.reply(reply.status, await read_all(reply, MAX_ERROR_BYTES), content_type)
         elif stream and not request.stream:
             await exchange.reply_completion((await collected(reply)).completion())
         elif stream:
@@ -462,22 +500,3 @@ async def passthrough(steward: Steward, exchange: Exchange, turn: Turn, raw: byt
         else:
             await exchange.reply(200, await read_all(reply, 256 * 2**20), JSON)
     turn.step("done")
-
-
-async def collected(reply: EngineReply) -> AnswerReader:
-    """A streamed answer, read to its end."""
-    reader, splitter = AnswerReader(), EventSplitter()
-    async for chunk in reply.chunks():
-        for event in splitter.feed(chunk):
-            reader.feed(event)
-    check_ended(reader)
-    return reader
-
-
-def check_ended(reader: AnswerReader) -> None:
-    """Raises the error that the engine put into its stream, or EngineError for a stream that was cut."""
-    failed = reader.failed
-    if failed is not None:
-        raise engine_error(500, failed)
-    if not reader.ended:
-        raise EngineError("the engine closed the stream before it had finished")

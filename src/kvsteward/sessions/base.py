@@ -63,7 +63,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the pipeline decided at an entry. `kind` is "distil", "compact" or "tools"; `payload` is JSON."""
+    """What the pipeline decided at an entry. `kind` is "distil", "compact", "tools" or "recall"; `payload` is JSON."""
 
     at: str
     kind: str
@@ -148,6 +148,11 @@ class SessionStore(ABC):
     @abstractmethod
     def search(self, session_id: str, needle: str, *, limit: int = 20) -> Sequence[Entry]:
         """Entries whose text holds `needle` as it is, newest first."""
+
+    @abstractmethod
+    def lookup(self, session_id: str, query: str, *, head: str | None = None, limit: int = 20) -> Sequence[Entry]:
+        """Entries for a query, best first: those that hold it as it is, newest first; where there are none, those that
+        hold its words. `head` keeps to the path that ends there; None: all branches."""
 
     @abstractmethod
     def branch(self, session: Session, source_id: str, head: str) -> None:

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from kvsteward.errors import CorruptLogError, NotFoundError, StateError
 from kvsteward.sessions import chain
 from kvsteward.sessions.base import Decision, Entry, Fault, Found, Session, SessionStore
+from kvsteward.sessions.blobs import Place, cut, mend
 from kvsteward.sessions.integrity import Stored, faults
 from kvsteward.sessions.lifecycle import allows, step
 from kvsteward.sessions.needles import hash_prefix, needles
+from kvsteward.sessions.words import ranked, words
 from kvsteward.wire.fingerprint import body_hash
 
 
@@ -23,12 +25,20 @@ from kvsteward.wire.fingerprint import body_hash
 class _Log:
     session: Session
     entries: dict[str, Entry] = field(default_factory=dict)
+    """By hash, without their long data URLs."""
     bodies: dict[str, str] = field(default_factory=dict)
+    places: dict[str, Sequence[Place]] = field(default_factory=dict)
+    blobs: dict[str, bytes] = field(default_factory=dict)
     decisions: list[tuple[Decision, str]] = field(default_factory=list)
 
     def depth_of(self, hash_: str) -> int | None:
         entry = self.entries.get(hash_)
         return None if entry is None else entry.depth
+
+    def whole(self, entry: Entry) -> Entry:
+        """The entry as it was received."""
+        places = self.places.get(entry.hash)
+        return replace(entry, raw=mend(entry.raw, places, self.blobs.get)) if places else entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +123,29 @@ class MemoryStore(SessionStore):
     def item(self, session_id: str, prefix: str) -> Entry | None:
         prefix = hash_prefix(prefix)
         with self._lock:
-            entries = self._log(session_id).entries
-            matches = [hash_ for hash_ in entries if hash_.startswith(prefix)]
+            log = self._log(session_id)
+            matches = [hash_ for hash_ in log.entries if hash_.startswith(prefix)]
             if len(matches) > 1:
                 raise NotFoundError(f"two items start with {prefix}", hint="Give more digits.")
-            return entries[matches[0]] if matches else None
+            return log.whole(log.entries[matches[0]]) if matches else None
 
     def search(self, session_id: str, needle: str, *, limit: int = 20) -> Sequence[Entry]:
         forms = needles(needle)
         with self._lock:
-            newest = list(reversed(self._log(session_id).entries.values()))
-        newest.sort(key=lambda entry: -entry.created_s)
-        return [entry for entry in newest if any(form in entry.raw for form in forms)][: max(limit, 0)]
+            log = self._log(session_id)
+            newest = list(reversed(log.entries.values()))
+            newest.sort(key=lambda entry: -entry.created_s)
+            found = [entry for entry in newest if any(form in entry.raw for form in forms)]
+            return [log.whole(entry) for entry in found[: max(limit, 0)]]
+
+    def lookup(self, session_id: str, query: str, *, head: str | None = None, limit: int = 20) -> Sequence[Entry]:
+        with self._lock:
+            log = self._log(session_id)
+            on_path = None if head is None else {entry.hash for entry in self._walk(log, head)}
+            entries = [log.whole(entry) for entry in log.entries.values() if on_path is None or entry.hash in on_path]
+            exact = self.search(session_id, query, limit=len(log.entries))
+        found = [entry for entry in exact if on_path is None or entry.hash in on_path]
+        return (found or ranked(entries, words(query)))[: max(limit, 0)]
 
     def branch(self, session: Session, source_id: str, head: str) -> None:
         with self._lock:
@@ -203,7 +224,11 @@ class MemoryStore(SessionStore):
         for entry in entries:
             if entry.hash in log.entries:
                 continue
-            log.entries[entry.hash] = entry
+            left, places, taken = cut(entry.raw)
+            log.entries[entry.hash] = replace(entry, raw=left)
+            if places:
+                log.places[entry.hash] = places
+                log.blobs.update(taken)
             log.bodies[entry.hash] = body_hash(entry.raw)
             self._holders.setdefault(entry.hash, set()).add(log.session.id)
             if entry.response_id is not None:
@@ -230,6 +255,7 @@ class MemoryStore(SessionStore):
             entry = log.entries.get(at)
             if entry is None:
                 raise NotFoundError(f"session {log.session.id!r} has no entry {at!r}")
+            entry = log.whole(entry)
             if body_hash(entry.raw) != log.bodies[at]:
                 raise CorruptLogError(f"session {log.session.id}: entry {at} does not match its hash")
             path.append(entry)
@@ -249,7 +275,7 @@ class MemoryStore(SessionStore):
         drafts = [(turn, draft.parent) for (owner, turn), draft in self._drafts.items() if owner == log.session.id]
         return Stored(
             log.session,
-            [(entry, log.bodies[entry.hash]) for entry in entries],
+            [(log.whole(entry), log.bodies[entry.hash]) for entry in entries],
             log.decisions,
             drafts,
             len(log.entries),

@@ -1,7 +1,7 @@
 """The schema of the SQLite store, as the steps that lead to it, and the engine that takes them.
 
 A file says how far it is in `PRAGMA user_version`, and that it is ours in `PRAGMA application_id`. To change the
-schema, add `m002_...` at the end of `MIGRATIONS`; a step that was released is never edited.
+schema, add `mNNN_...` at the end of `MIGRATIONS`; a step that was released is never edited.
 
 Knows no sessions. Invariant: a file is at one version as a whole, since each step and its number are one
 transaction; a file that is another program's, or newer than this code, is left as it is.
@@ -13,6 +13,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 
 from kvsteward.errors import StoreError
+from kvsteward.sessions.words import searched_text, session_key
 
 APPLICATION_ID = 0x6B767374  # "kvst"
 
@@ -51,7 +52,44 @@ def m001_sessions(db: sqlite3.Connection) -> None:
         db.execute(statement)
 
 
-MIGRATIONS: tuple[Migration, ...] = (m001_sessions,)
+def m002_words(db: sqlite3.Connection) -> None:
+    """The text of each entry, and a full-text index over it. `texts` has a key of its own: the rowid of `entries` is
+    not kept by VACUUM."""
+    for statement in (
+        """CREATE TABLE texts (
+            id INTEGER PRIMARY KEY, session_id TEXT NOT NULL, hash TEXT NOT NULL,
+            session TEXT NOT NULL, text TEXT NOT NULL, UNIQUE (session_id, hash),
+            FOREIGN KEY (session_id, hash) REFERENCES entries (session_id, hash) ON DELETE CASCADE)""",
+        """CREATE VIRTUAL TABLE words USING fts5(
+            session, text, content='texts', content_rowid='id', tokenize='unicode61')""",
+        """CREATE TRIGGER texts_added AFTER INSERT ON texts BEGIN
+            INSERT INTO words (rowid, session, text) VALUES (new.id, new.session, new.text); END""",
+        """CREATE TRIGGER texts_wiped AFTER DELETE ON texts BEGIN
+            INSERT INTO words (words, rowid, session, text) VALUES ('delete', old.id, old.session, old.text); END""",
+    ):
+        db.execute(statement)
+    for (row,) in db.execute("SELECT rowid FROM entries ORDER BY rowid").fetchall():
+        session_id, hash_, raw = db.execute(
+            "SELECT session_id, hash, raw FROM entries WHERE rowid = ?", (row,)
+        ).fetchone()
+        text = searched_text(raw if isinstance(raw, bytes) else str(raw).encode())
+        db.execute(
+            "INSERT INTO texts (session_id, hash, session, text) VALUES (?, ?, ?, ?)",
+            (session_id, hash_, session_key(session_id), text),
+        )
+
+
+def m003_blobs(db: sqlite3.Connection) -> None:
+    """Long data URLs, kept once for each session. What was stored before stays in its messages."""
+    db.execute("ALTER TABLE entries ADD COLUMN blobs TEXT")
+    db.execute(
+        """CREATE TABLE blobs (
+            session_id TEXT NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
+            hash TEXT NOT NULL, data BLOB NOT NULL, PRIMARY KEY (session_id, hash))"""
+    )
+
+
+MIGRATIONS: tuple[Migration, ...] = (m001_sessions, m002_words, m003_blobs)
 
 
 def migrate(db: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> int:

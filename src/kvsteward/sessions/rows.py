@@ -6,18 +6,22 @@ Knows no statements. Invariant: an entry that is read is the entry that was writ
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from typing import Any
 
 from kvsteward.errors import CorruptLogError, KVStewardError, StoreError
 from kvsteward.sessions.base import Decision, Entry, Session
+from kvsteward.sessions.blobs import cut, decode_places, encode_places, mend
 from kvsteward.wire.fingerprint import body_hash
 
 SESSION = (
     "id, tenant, state, head, created_s, last_used_s, ttl_s, model, title, turns, branched_from, "
     "view_tokens, log_tokens, saved_tokens"
 )
-ENTRY = "hash, parent, depth, source, raw, created_s, tokens, finish, response_id, body"
+ENTRY = "hash, parent, depth, source, raw, created_s, tokens, finish, response_id, body, blobs"
 DECISION = "at, kind, payload, created_s, body"
+
+BlobOf = Callable[[str], bytes | None]
 
 _HINTS = {
     sqlite3.SQLITE_FULL: "The disk is full: free space. What was acknowledged before is stored.",
@@ -41,11 +45,12 @@ def session_row(session: Session) -> tuple[Any, ...]:
 
 
 def entry_row(entry: Entry) -> tuple[Any, ...]:
-    """In the order of `ENTRY`."""
+    """In the order of `ENTRY`; the blobs that the row points at are `blobs.cut(entry.raw)`'s."""
     e = entry
+    left, places, _ = cut(e.raw)
     return (
-        *(e.hash, e.parent, e.depth, e.source, e.raw, e.created_s, e.tokens, e.finish, e.response_id),
-        body_hash(e.raw),
+        *(e.hash, e.parent, e.depth, e.source, left, e.created_s, e.tokens, e.finish, e.response_id),
+        *(body_hash(e.raw), encode_places(places)),
     )
 
 
@@ -58,18 +63,18 @@ def session_of(row: tuple[Any, ...]) -> Session:
     return Session(*row)
 
 
-def entry_of(row: tuple[Any, ...]) -> Entry:
+def entry_of(row: tuple[Any, ...], blob_of: BlobOf) -> Entry:
     """Raises CorruptLogError if the bytes are not those that were written."""
-    entry, body = stored_entry(row)
+    entry, body = stored_entry(row, blob_of)
     if body_hash(entry.raw) != body:
         raise CorruptLogError(f"entry {entry.hash}: the stored bytes do not match their hash")
     return entry
 
 
-def stored_entry(row: tuple[Any, ...]) -> tuple[Entry, str]:
+def stored_entry(row: tuple[Any, ...], blob_of: BlobOf) -> tuple[Entry, str]:
     """An entry as it lies there, and the body hash beside it."""
-    *fields, body = row
-    fields[4] = _bytes(fields[4])
+    *fields, body, places = row
+    fields[4] = mend(_bytes(fields[4]), decode_places(places), blob_of)
     return Entry(*fields), body
 
 

@@ -18,10 +18,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvsteward.errors import CorruptLogError, NotFoundError, StateError, StoreError
-from kvsteward.sessions import chain, rows
+from kvsteward.sessions import chain, rows, words
 from kvsteward.sessions.base import Decision, Entry, Fault, Found, Session, SessionStore
+from kvsteward.sessions.blobs import cut
 from kvsteward.sessions.integrity import Stored, faults
 from kvsteward.sessions.lifecycle import allows, step
 from kvsteward.sessions.migrations import migrate
@@ -41,6 +43,7 @@ _WALK = """WITH RECURSIVE walk (id, parent, depth) AS (
     SELECT e.rowid, e.parent, e.depth FROM walk JOIN entries e
     ON e.session_id = :session AND e.hash = walk.parent AND e.depth = walk.depth - 1)
 """
+_FOUND_ENTRY = ", ".join(f"e.{column}" for column in rows.ENTRY.split(", "))
 _PATH = f"{_WALK} SELECT {rows.ENTRY} FROM entries WHERE rowid IN (SELECT id FROM walk) ORDER BY depth"
 
 
@@ -140,9 +143,9 @@ class SqliteStore(SessionStore):
         with self._read() as db:
             self._session(db, session_id)
             matches = db.execute(sql, (session_id, prefix, prefix + "g")).fetchall()
-        if len(matches) > 1:
-            raise NotFoundError(f"two items start with {prefix}", hint="Give more digits.")
-        return rows.entry_of(matches[0]) if matches else None
+            if len(matches) > 1:
+                raise NotFoundError(f"two items start with {prefix}", hint="Give more digits.")
+            return _entry(db, session_id, matches[0]) if matches else None
 
     def search(self, session_id: str, needle: str, *, limit: int = 20) -> Sequence[Entry]:
         forms = needles(needle)
@@ -153,7 +156,32 @@ class SqliteStore(SessionStore):
         )
         with self._read() as db:
             self._session(db, session_id)
-            return [rows.entry_of(row) for row in db.execute(sql, (session_id, *forms, max(limit, 0)))]
+            return [_entry(db, session_id, row) for row in db.execute(sql, (session_id, *forms, max(limit, 0)))]
+
+    def lookup(self, session_id: str, query: str, *, head: str | None = None, limit: int = 20) -> Sequence[Entry]:
+        forms, asked = needles(query), words.words(query)
+        holds = " OR ".join(f"instr(raw, :form{n})" for n in range(len(forms)))
+        values: dict[str, object] = {"session": session_id, "head": head}
+        values |= {"limit": max(limit, 0), "match": words.match(session_id, asked)}
+        values |= {f"form{n}": form for n, form in enumerate(forms)}
+        walk, on_path = (_WALK, "AND rowid IN (SELECT id FROM walk)") if head is not None else ("", "")
+        with self._read() as db:
+            self._session(db, session_id)
+            sql = (
+                f"{walk} SELECT {rows.ENTRY} FROM entries WHERE session_id = :session AND ({holds}) {on_path} "
+                "ORDER BY created_s DESC, rowid DESC LIMIT :limit"
+            )
+            found = [_entry(db, session_id, row) for row in db.execute(sql, values)]
+            if found or not asked:
+                return found
+            hashes = "SELECT hash FROM entries WHERE rowid IN (SELECT id FROM walk)"
+            sql = (
+                f"{walk} SELECT {_FOUND_ENTRY} FROM words JOIN texts t ON t.id = words.rowid "
+                "JOIN entries e ON e.session_id = t.session_id AND e.hash = t.hash WHERE words MATCH :match "
+                f"AND t.session_id = :session {f'AND e.hash IN ({hashes})' if walk else ''} "
+                "ORDER BY words.rank, t.id DESC LIMIT :limit"
+            )
+            return [_entry(db, session_id, row) for row in db.execute(sql, values)]
 
     def branch(self, session: Session, source_id: str, head: str) -> None:
         with self._write() as db:
@@ -272,9 +300,11 @@ class SqliteStore(SessionStore):
         migrate(db)
 
     def _empty_wal(self) -> None:
-        """Wiped text may still lie in the write-ahead log. Another reader may hold it; then the next call does it."""
+        """Wiped text may still lie in the index, whose parts that hold deleted words go when they are merged, and in
+        the write-ahead log. Another reader may hold that; then the next call does it."""
         with self._lock:
             try:
+                self._db.execute("INSERT INTO words (words) VALUES ('optimize')")
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             except sqlite3.Error as error:
                 raise rows.store_error(error, self._path) from error
@@ -310,7 +340,7 @@ class SqliteStore(SessionStore):
             ).fetchone()
             stored = Stored(
                 session,
-                map(rows.stored_entry, db.execute(by_depth, (session_id,))),
+                (rows.stored_entry(row, _blobs(db, session_id)) for row in db.execute(by_depth, (session_id,))),
                 map(rows.stored_decision, _decision_rows(db, session_id)),
                 db.execute("SELECT turn_id, parent FROM drafts WHERE session_id = ?", (session_id,)),
                 entry_count,
@@ -350,12 +380,43 @@ def _decision_rows(db: sqlite3.Connection, session_id: str) -> sqlite3.Cursor:
 
 def _add_entries(db: sqlite3.Connection, session_id: str, entries: Sequence[Entry]) -> None:
     sql = (
-        f"INSERT INTO entries (session_id, {rows.ENTRY}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+        f"INSERT INTO entries (session_id, {rows.ENTRY}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (session_id, hash) DO NOTHING"
     )
-    added = sum(db.execute(sql, (session_id, *rows.entry_row(entry))).rowcount for entry in entries)
+    added = 0
+    for entry in entries:
+        if db.execute(sql, (session_id, *rows.entry_row(entry))).rowcount:
+            added += 1
+            _index(db, session_id, entry)
+            _keep_blobs(db, session_id, entry)
     if added:
         db.execute("UPDATE sessions SET entry_count = entry_count + ? WHERE id = ?", (added, session_id))
+
+
+def _index(db: sqlite3.Connection, session_id: str, entry: Entry) -> None:
+    row = (session_id, entry.hash, words.session_key(session_id), words.searched_text(entry.raw))
+    db.execute("INSERT INTO texts (session_id, hash, session, text) VALUES (?, ?, ?, ?)", row)
+
+
+def _keep_blobs(db: sqlite3.Connection, session_id: str, entry: Entry) -> None:
+    _, _, taken = cut(entry.raw)
+    sql = "INSERT INTO blobs (session_id, hash, data) VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+    for hash_, data in taken.items():
+        db.execute(sql, (session_id, hash_, data))
+
+
+def _blobs(db: sqlite3.Connection, session_id: str) -> rows.BlobOf:
+    """Finds a session's blobs by their hash."""
+
+    def blob_of(hash_: str) -> bytes | None:
+        found = db.execute("SELECT data FROM blobs WHERE session_id = ? AND hash = ?", (session_id, hash_)).fetchone()
+        return bytes(found[0]) if found and isinstance(found[0], bytes) else None
+
+    return blob_of
+
+
+def _entry(db: sqlite3.Connection, session_id: str, row: tuple[Any, ...]) -> Entry:
+    return rows.entry_of(row, _blobs(db, session_id))
 
 
 def _add_decisions(db: sqlite3.Connection, session_id: str, decisions: Sequence[Decision]) -> None:
@@ -371,7 +432,7 @@ def _walk(db: sqlite3.Connection, session: Session, head: str) -> list[Entry]:
     """Raises NotFoundError for an unknown head, CorruptLogError where the chain does not reach its first message."""
     if chain.is_start(session, head):
         return []
-    path = [rows.entry_of(row) for row in db.execute(_PATH, {"session": session.id, "head": head})]
+    path = [_entry(db, session.id, row) for row in db.execute(_PATH, {"session": session.id, "head": head})]
     if not path:
         raise NotFoundError(f"session {session.id!r} has no entry {head!r}")
     if len(path) != path[-1].depth or not chain.is_start(session, path[0].parent):
@@ -402,6 +463,17 @@ def _copy_path(db: sqlite3.Connection, session_id: str, source_id: str, head: st
         "WHERE rowid IN (SELECT id FROM walk) ORDER BY depth",
         values,
     ).rowcount
+    db.execute(
+        "INSERT INTO blobs (session_id, hash, data) SELECT :to, b.hash, b.data FROM blobs b "
+        "WHERE b.session_id = :session AND EXISTS (SELECT 1 FROM entries e WHERE e.session_id = :to "
+        "AND instr(e.blobs, b.hash))",
+        values,
+    )
+    db.execute(
+        "INSERT INTO texts (session_id, hash, session, text) SELECT :to, t.hash, :key, t.text FROM texts t "
+        "JOIN entries e ON e.session_id = :to AND e.hash = t.hash WHERE t.session_id = :session ORDER BY t.id",
+        {**values, "key": words.session_key(session_id)},
+    )
     decisions = db.execute(
         f"INSERT INTO decisions (session_id, {rows.DECISION}) SELECT :to, {rows.DECISION} FROM decisions d "
         "WHERE d.session_id = :session AND EXISTS "

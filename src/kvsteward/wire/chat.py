@@ -6,6 +6,7 @@ only what its arguments name.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ Message = dict[str, Any]
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 PINNED_ROLES = frozenset({"system", "developer"})
+
+IMAGE_DIGITS = 10
+IMAGE_TYPES = frozenset({"image_url", "input_image", "image"})
 
 OWN_FIELDS = ("session_id", "previous_response_id", "conversation", "kvsteward")
 """Fields that are ours to read and that an engine need not see (vLLM is told the session by header)."""
@@ -135,10 +139,31 @@ def check_tool_pairs(messages: Iterable[Mapping[str, Any]]) -> None:
 def has_images(messages: Iterable[Mapping[str, Any]]) -> bool:
     """True if a message carries an image part."""
     return any(
-        isinstance(message.get("content"), list)
-        and any(part.get("type") in {"image_url", "input_image", "image"} for part in message["content"])
+        isinstance(message.get("content"), list) and any(part.get("type") in IMAGE_TYPES for part in message["content"])
         for message in messages
     )
+
+
+def image_urls(message: Mapping[str, Any]) -> list[str]:
+    """The URL of each image part of a message, in order."""
+    content = message.get("content")
+    urls: list[str] = []
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict) and part.get("type") in IMAGE_TYPES:
+            source = part.get("image_url") or part.get("image")
+            url = source.get("url") if isinstance(source, dict) else source
+            urls.append(url if isinstance(url, str) else orjson.dumps(part).decode())
+    return urls
+
+
+def image_hash(url: str) -> str:
+    """Names an image by the content of its URL: 32 hex digits."""
+    return hashlib.blake2b(url.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def image_marks(message: Mapping[str, Any]) -> list[str]:
+    """`[image HASH]` for each image of a message, with the first digits of its hash: the words that find it."""
+    return [f"[image {image_hash(url)[:IMAGE_DIGITS]}]" for url in image_urls(message)]
 
 
 def text_of(message: Mapping[str, Any]) -> str:

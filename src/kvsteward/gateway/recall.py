@@ -1,0 +1,123 @@
+"""Recall, the gateway's side: offers the tool, finds what it asks for, and records what was shown.
+
+The client never sees the tool, its calls or their results; the operator finds each as a decision of kind "recall" at
+the entry that the answer follows. Invariant: what one turn is given stays inside the budget that was admitted for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from kvsteward.context.layout import View
+from kvsteward.context.pipeline import Prepared
+from kvsteward.context.recall import (
+    MAX_CALLS,
+    MAX_HITS,
+    MIN_ROOM_TOKENS,
+    Ask,
+    Hit,
+    compose,
+    parse_ask,
+    shown_whole,
+    with_tool,
+)
+from kvsteward.errors import NotFoundError, UnsupportedError
+from kvsteward.sessions.base import Decision, Entry
+from kvsteward.wire.chat import ChatRequest
+
+if TYPE_CHECKING:
+    from kvsteward.gateway.app import Steward
+
+HEADER = "X-KVSteward-Recall"
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """The answer to one call, and the messages that it is made of."""
+
+    text: str
+    tokens: int
+    hashes: tuple[str, ...]
+
+
+def wanted(steward: Steward, headers: Mapping[str, str], request: ChatRequest) -> bool:
+    """Per request, else per deployment. Never for several choices, which would ask for different things, nor where the
+    client forbids calls. Raises UnsupportedError for a header that is neither on nor off."""
+    asked = headers.get(HEADER.lower(), "").lower()
+    if asked not in {"", "on", "off"}:
+        raise UnsupportedError(f"{HEADER} must be 'on' or 'off', not '{asked}'", param=HEADER)
+    on = asked == "on" or (asked == "" and steward.settings.recall)
+    return on and (request.body.get("n") or 1) == 1 and request.body.get("tool_choice") != "none"
+
+
+def offered(request: ChatRequest) -> ChatRequest:
+    """The request with our tool after the client's."""
+    return replace(request, body={**request.body, "tools": with_tool(request.tools)})
+
+
+def withdrawn(request: ChatRequest) -> ChatRequest:
+    """The request as the client sent it: for the last round, in which nothing more may be asked."""
+    tools = request.tools[:-1]
+    body = {k: v for k, v in request.body.items() if k != "tools" or tools}
+    return replace(request, body={**body, "tools": tools} if tools else body)
+
+
+def room_tokens(prepared: Prepared) -> int:
+    """How much one turn may be given in all its rounds."""
+    marks = prepared.marks
+    return max(0, min(marks.hard - prepared.tokens, 2 * marks.tool_limit))
+
+
+async def answer_calls(
+    steward: Steward, session_id: str, head: str, prepared: Prepared, calls: Sequence[Mapping[str, Any]], room: int
+) -> list[dict[str, Any]]:
+    """A tool message for each call, in at most `room` tokens together."""
+    messages: list[dict[str, Any]] = []
+    for number, call in enumerate(calls):
+        arguments = str(call["function"]["arguments"])
+        limit = min(prepared.marks.tool_limit, int(room / min(2, max(1, len(calls) - number))))
+        ask = parse_ask(arguments)
+        if number >= MAX_CALLS:
+            found = Recalled(f"Only {MAX_CALLS} calls are answered at a time.", 10, ())
+        elif isinstance(ask, str):
+            found = Recalled(ask, steward.desk.estimator.text(ask), ())
+        elif limit < MIN_ROOM_TOKENS:
+            found = Recalled("There is no room for more in this turn. Answer with what you have.", 16, ())
+        else:
+            found = await look_up(steward, session_id, head, prepared.view, ask, limit)
+        room -= found.tokens
+        steward.telemetry.recalls.inc()
+        payload = {"arguments": arguments, "hashes": found.hashes, "tokens": found.tokens, "text": found.text}
+        await steward.desk.decide(session_id, Decision(head, "recall", orjson.dumps(payload), steward.wall()))
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": found.text})
+    return messages
+
+
+async def look_up(steward: Steward, session_id: str, head: str, view: View, ask: Ask, limit_tokens: int) -> Recalled:
+    """Finds what is asked for on the path to `head`. The messages that the view shows whole are not found again."""
+    desk = steward.desk
+    entries = await _entries(steward, session_id, head, ask)
+    if not ask.hash:
+        shown = shown_whole(view)
+        entries = [entry for entry in entries if entry.hash not in shown] or entries[:1]
+    hits = [Hit(entry.hash, entry.depth, orjson.loads(entry.raw)) for entry in entries[:MAX_HITS]]
+    labels = {stub.hash: stub.label for stub in view.epoch.stubs}
+    text = compose(ask, hits, labels, limit_tokens, desk.estimator)
+    return Recalled(text, desk.estimator.text(text), tuple(hit.hash for hit in hits))
+
+
+async def _entries(steward: Steward, session_id: str, head: str, ask: Ask) -> Sequence[Entry]:
+    desk = steward.desk
+    if ask.hash:
+        try:
+            entry = await desk.call(desk.store.item, session_id, ask.hash)
+        except NotFoundError:  # two start so: both may be shown
+            entry = None
+        if entry is not None:
+            return [entry]
+    query = ask.query or ask.hash
+    return await desk.call(desk.store.lookup, session_id, query, head=head, limit=4 * MAX_HITS)
