@@ -14,7 +14,7 @@ from kvsteward.ledger import Device, devices
 
 MOST_GPUS = 4_096
 _COUNTED = re.compile(r"\s*(?:(-?\d+)\s*[x×*]\s*)?(\S.*?)\s*", re.IGNORECASE)
-_NOISE = frozenset("nvidia geforce amd instinct intel tesla gpu tensor core hbm2 hbm2e hbm3 hbm3e oam".split())
+_NOISE = frozenset({"nvidia", "geforce", "amd", "instinct", "intel", "tesla", "gpu", "tensor", "core", "hbm2", "hbm3"})
 
 
 @dataclass(frozen=True, slots=True)

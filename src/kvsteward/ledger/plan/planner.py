@@ -126,7 +126,9 @@ def _smallest(
             DEFAULT_BATCH_TOKENS, known,
         )  # fmt: skip
         try:
-            tuned = replace(last, kv_dtype="fp8" if kv_dtype == "auto" else kv_dtype, utilization=0.95, max_num_seqs=256)
+            tuned = replace(
+                last, kv_dtype="fp8" if kv_dtype == "auto" else kv_dtype, utilization=0.95, max_num_seqs=256
+            )
             if last.starts or tuned.starts:
                 return last
         except ConfigError:
