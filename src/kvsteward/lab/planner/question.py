@@ -77,7 +77,7 @@ def demand(question: PlanQuestion) -> Demand:
 def _recorded(question: PlanQuestion, path: Path) -> Demand:
     trace = read_trace(path)
     if trace.sessions is None and question.sessions is None:
-        raise ConfigError(f"a {trace.kind} trace does not tell sessions apart", hint="Say how many: --sessions N.")
+        raise ConfigError(f"the {trace.kind} trace does not tell sessions apart", hint="Say how many: --sessions N.")
     notes = []
     sessions = question.sessions or trace.sessions
     if question.sessions is None:

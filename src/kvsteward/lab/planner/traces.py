@@ -14,10 +14,11 @@ import csv
 import gzip
 import itertools
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from kvsteward.errors import ConfigError
 from kvsteward.lab.planner.ours import our_turns
@@ -86,9 +87,12 @@ def _trace(kind: str, turns: Iterator[Turn], *, known: bool = True) -> Trace:
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            yield from _parsed(file, path)
-    except (gzip.BadGzipFile, EOFError) as error:
+        with path.open("rb") as file:
+            source: IO[bytes] = file
+            if path.suffix == ".gz":
+                source = cast("IO[bytes]", gzip.GzipFile(fileobj=file))
+            yield from _parsed(source, path)
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ConfigError(f"{path} is no whole gzip file: {error}") from error
 
 
