@@ -157,6 +157,7 @@ def plan(
         Path | None, typer.Option(help="A start-up log of vLLM: sizes measured, not estimated.")
     ] = None,
     load_as: Annotated[str | None, typer.Option(help="What the engine is to load, if not MODEL.")] = None,
+    weights_gib: Annotated[float | None, typer.Option(help="Size of the weights, where no config tells it.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a picture of the GPUs' memory to this file.")] = None,
 ) -> None:
@@ -167,7 +168,7 @@ def plan(
 
     question = PlanQuestion(
         gpu, gpu_gib, context_p50, context_p95, output, sessions, turn_every, pause, trace, ttft_ms, tpot_ms, engine,
-        kv, calibrate, load_as,
+        kv, calibrate, load_as, weights_gib,
     )  # fmt: skip
     found = answer(model, question)
     present(found, None if json else Console(), svg)

@@ -185,6 +185,17 @@ def test_a_log_of_another_split_is_scaled(qwen: str, tmp_path: Path) -> None:
     assert found.plan.deployment.rank_weight_bytes == pytest.approx(8 * 17.0 * GIB / found.settings.tp, abs=8)
 
 
+def test_weights_that_no_config_tells(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_72B | {"model_type": "stranger"}))
+    with pytest.raises(ConfigError) as caught:
+        answer(str(tmp_path), ASKED)
+    assert "--weights-gib" in caught.value.hint
+    given = answer(str(tmp_path), replace(ASKED, weights_gib=100))
+    assert given.plan.deployment.weight_bytes == 100 * GIB
+    (tmp_path / "model.safetensors").write_bytes(bytes(4_096))
+    assert answer(str(tmp_path), ASKED).plan.deployment.weight_bytes == 4_096
+
+
 # hardware
 
 

@@ -6,6 +6,7 @@ the reasons name, one command a replica.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +27,7 @@ from kvsteward.ledger.plan.commands import Settings, command
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "llama-server": "llamacpp", "llamacpp": "llamacpp"}
 _OWN_KV = frozenset({"model", "f16", "fp16", "bf16"})
 _LLAMA_KV = frozenset({"q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"})
+MOST_WEIGHT_FILES = 10_000
 _LARGEST_LOG = 4 * 2**20
 _LOG_RANKS = re.compile(r"tensor_parallel_size['\"]?[=:]\s*(\d+)")
 
@@ -89,7 +91,7 @@ class _Ask:
     engine: str
     kv: str
     known: Calibration | None
-    weight_bytes: int | None
+    weight_bytes: int
 
     def plan(self, count: int) -> Plan:
         own = self.kv in _OWN_KV
@@ -113,8 +115,8 @@ def answer(model: str, question: PlanQuestion) -> PlanAnswer:
     kv = _kv(question.kv, engine)
     spec, wanted = load_spec(model), demand(question)
     name, naming = _load_as(model, question.load_as, engine)
-    known, weight_bytes = _calibrated(question.calibrate)
-    ask = _Ask(spec, hardware, wanted, name, engine, kv, known, weight_bytes)
+    known, logged = _calibrated(question.calibrate)
+    ask = _Ask(spec, hardware, wanted, name, engine, kv, known, _weight_bytes(spec, model, question, logged))
     plan = _planned(ask)
     load = _seen(plan, wanted)
     settings, targets = aim(plan, load, question.ttft_ms, question.tpot_ms)
@@ -182,6 +184,23 @@ def _calibrated(path: Path | None) -> tuple[Calibration | None, int | None]:
     if known.weights is None:
         return known, None
     return replace(known, weights=None), known.weights * max(1, int(ranks.group(1)) if ranks else 1)
+
+
+def _weight_bytes(spec: ModelSpec, model: str, question: PlanQuestion, logged: int | None) -> int:
+    """The size as given, as logged, of the folder's weight files, or counted from the config."""
+    if question.weights_gib is not None:
+        return int(question.weights_gib * 2**30)
+    if logged is not None:
+        return logged
+    folder = Path(model).expanduser()
+    files = itertools.islice(folder.glob("*.safetensors"), MOST_WEIGHT_FILES) if folder.is_dir() else ()
+    size = sum(file.stat().st_size for file in files)
+    if size:
+        return size
+    try:
+        return spec.weight_bytes()
+    except ConfigError as error:
+        raise ConfigError(error.message, hint="Give the size of the weight files: --weights-gib N.") from error
 
 
 def _planned(ask: _Ask) -> Plan:

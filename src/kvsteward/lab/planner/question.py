@@ -40,6 +40,7 @@ class PlanQuestion:
     kv: str = "auto"
     calibrate: Path | None = None
     load_as: str | None = None
+    weights_gib: float | None = None
 
     def __post_init__(self) -> None:
         _check("--context-p50", self.context_p50_tokens, 1)
@@ -47,6 +48,7 @@ class PlanQuestion:
         _check("--output", self.output_tokens, 1)
         _check("--sessions", self.sessions, 1)
         _check("--pause", self.pause_s, 0)
+        _check("--weights-gib", self.weights_gib, 0.001)
         for name, value in (
             ("--turn-every", self.turn_every_s),
             ("--ttft-ms", self.ttft_ms),

@@ -37,8 +37,10 @@ def show(found: PlanAnswer, console: Console) -> None:
     console.print(_ladder(found))
     if found.targets:
         console.print(_targets(found))
-    for line in found.commands:
+    for line in found.commands[:MOST_BARS]:
         console.print(line, style="bold", soft_wrap=True, markup=False, highlight=False)
+    if len(found.commands) > MOST_BARS:
+        console.print(f"and {len(found.commands) - MOST_BARS} replicas more; --json has all commands")
 
 
 def _picture(gpus: tuple[Gpu, ...], console: Console) -> None:
