@@ -138,6 +138,52 @@ def ledger(
         show(found, Console())
 
 
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A `config.json`, a folder with one, a GGUF file, or a Hugging Face id.")
+    ],
+    gpu: Annotated[str | None, typer.Option(help="GPUs, `8xH100`.")] = None,
+    gpu_gib: Annotated[str | None, typer.Option(help="Or only their size in GiB: `80`, `8x80`.")] = None,
+    context_p50: Annotated[int | None, typer.Option(help="Median prompt of a turn, in tokens.")] = None,
+    context_p95: Annotated[int | None, typer.Option(help="95th percentile of it.")] = None,
+    output: Annotated[int | None, typer.Option(help="Tokens of an answer. Default: 1,024.")] = None,
+    sessions: Annotated[int | None, typer.Option(help="Sessions alive at once. Default: 1, or the trace's.")] = None,
+    turn_every: Annotated[float | None, typer.Option(help="Seconds from one turn of a session to its next.")] = None,
+    pause: Annotated[
+        float | None, typer.Option(help="Or seconds from an answer to the next turn. Default: 10.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Recorded turns: WEKA, Mooncake, Azure, or a store of `kvsteward serve`.")
+    ] = None,
+    ttft_ms: Annotated[float | None, typer.Option(help="Wished time to the first token.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Wished time per token.")] = None,
+    engine: Annotated[str, typer.Option(help="vllm, sglang, llama-server.")] = "vllm",
+    kv: Annotated[str, typer.Option(help="KV format: `auto` (quantised if needed), `model` (never), `fp8`.")] = "auto",
+    calibrate: Annotated[
+        Path | None, typer.Option(help="A start-up log of vLLM: sizes measured, not estimated.")
+    ] = None,
+    load_as: Annotated[str | None, typer.Option(help="What the engine is to load, if not MODEL.")] = None,
+    weights_gib: Annotated[float | None, typer.Option(help="Size of the weights, where no config tells it.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture of the GPUs' memory to this file.")] = None,
+) -> None:
+    """Settings for a model, GPUs and a workload, each with its reason, and the command that starts the engine."""
+    from rich.console import Console
+
+    from kvsteward.lab.planner import PlanQuestion, answer, present
+
+    question = PlanQuestion(
+        gpu, gpu_gib, context_p50, context_p95, output, sessions, turn_every, pause, trace, ttft_ms, tpot_ms, engine,
+        kv, calibrate, load_as, weights_gib,
+    )  # fmt: skip
+    found = answer(model, question)
+    present(found, None if json else Console(), svg)
+    if json:
+        print_json(found.to_dict())
+    found.check()
+
+
 sessions_app = typer.Typer(no_args_is_help=True, help="Look into a store of session logs.")
 app.add_typer(sessions_app, name="sessions")
 Store = Annotated[str | None, typer.Option(help="The store that `kvsteward serve` was given.")]

@@ -63,7 +63,7 @@ def _sglang(s: Settings) -> list[str]:
 def _llamacpp(s: Settings) -> list[str]:
     kind = {"fp8": "q8_0"}.get(s.kv_dtype, s.kv_dtype)
     line = ["llama-server", "-m", s.model, "--port", str(s.port), "-c", str(s.max_model_len * s.max_num_seqs)]
-    line += ["-np", str(s.max_num_seqs), "-b", str(s.max_num_batched_tokens), "-ngl", "999"]
+    line += ["-np", str(s.max_num_seqs), "-b", str(s.max_num_batched_tokens), "--n-gpu-layers", "999"]
     if kind in {"q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"}:
         line += ["-fa", "on", "-ctk", kind, "-ctv", kind]
     return line

@@ -33,6 +33,7 @@ class Plan:
     """Settings and how they came about. `sessions` is what fits at once, `steps` the ladder that led there."""
 
     settings: Settings
+    deployment: Deployment
     engine: str
     replicas: int
     pool: Interval
@@ -72,11 +73,12 @@ def make_plan(
     engine: str = "vllm",
     weight_dtype: str = "auto",
     weight_bytes: int | None = None,
+    kv_dtype: str = "auto",
     allow_fp8_kv: bool = True,
     compact_to_tokens: int | None = None,
     known: Calibration | None = None,
 ) -> Plan:
-    """A plan for `count` devices.
+    """A plan for `count` devices. `kv_dtype` is where the ladder starts: the model's own, or one already quantised.
 
     Sessions longer than the model's limit, or than `compact_to_tokens`, are taken as compacted to it. `known` is what a
     start-up log said. ConfigError if the model does not fit the devices or its cache is not known.
@@ -87,10 +89,10 @@ def make_plan(
     asked, workload = workload, workload.capped(min(limits)) if limits else workload
     weights = spec.weight_bytes(weight_dtype) if weight_bytes is None else weight_bytes
     context = context_length(spec, workload)
-    start = _smallest(spec, device, count, engine, weights, context, known)
+    start = _smallest(spec, device, count, engine, weights, context, known, kv_dtype)
     start = replace(start, max_model_len=spec.max_context_tokens or context)
     chosen, steps = replace(start, max_model_len=context), []
-    for rung in climb(start, workload, context, quantise=allow_fp8_kv):
+    for rung in climb(start, workload, context, quantise=allow_fp8_kv and kv_dtype == "auto"):
         steps.append(rung.step)
         chosen = rung.deployment
         if rung.step.enough:
@@ -107,17 +109,27 @@ def context_length(spec: ModelSpec, workload: Workload) -> int:
 
 
 def _smallest(
-    spec: ModelSpec, device: Device, count: int, engine: str, weights: int, context: int, known: Calibration | None
+    spec: ModelSpec,
+    device: Device,
+    count: int,
+    engine: str,
+    weights: int,
+    context: int,
+    known: Calibration | None,
+    kv_dtype: str,
 ) -> Deployment:
     """The fewest ranks on which one request of `context` tokens fits; the other devices hold replicas."""
     last: Deployment | None = None
     for tp in (size for size in TENSOR_SIZES if size <= count):
         last = Deployment(
-            spec, device, engine, tp, 1, count // tp, weights, "auto", DEFAULT_UTILIZATION, context, DEFAULT_SEQS,
+            spec, device, engine, tp, 1, count // tp, weights, kv_dtype, DEFAULT_UTILIZATION, context, DEFAULT_SEQS,
             DEFAULT_BATCH_TOKENS, known,
         )  # fmt: skip
         try:
-            if last.starts or replace(last, kv_dtype="fp8", utilization=0.95, max_num_seqs=256).starts:
+            tuned = replace(
+                last, kv_dtype="fp8" if kv_dtype == "auto" else kv_dtype, utilization=0.95, max_num_seqs=256
+            )
+            if last.starts or tuned.starts:
                 return last
         except ConfigError:
             if tp == 1:
@@ -138,7 +150,10 @@ def _too_small(tried: Deployment) -> ConfigError:
 def _plan(chosen: Deployment, workload: Workload, asked: Workload, steps: list[Step], model: str) -> Plan:
     held, speed = chosen.sessions(workload.typical_tokens), pace(chosen, workload)
     fitting = max(1, held.low // chosen.replicas)
-    running = min(chosen.max_num_seqs, fitting, max(1, math.ceil(HEADROOM * speed.running)))
+    wanted = max(1, math.ceil(HEADROOM * speed.running))
+    if chosen.engine == "llamacpp":  # a slot is a session's place, in a turn or not
+        wanted = math.ceil(workload.sessions / chosen.replicas)
+    running = min(chosen.max_num_seqs, fitting, wanted)
     settings = Settings(
         model=model,
         tp=chosen.tp,
@@ -153,11 +168,12 @@ def _plan(chosen: Deployment, workload: Workload, asked: Workload, steps: list[S
     )
     return Plan(
         settings=settings,
+        deployment=chosen,
         engine=chosen.engine,
         replicas=chosen.replicas,
         pool=chosen.pool,
         sessions=held,
-        figures=(*_memory(chosen), *_demand(chosen, workload, asked), *_pace_figures(speed, running, fitting)),
+        figures=(*_memory(chosen), *_demand(chosen, workload, asked), *_pace_figures(speed, fitting, wanted, running)),
         steps=tuple(steps),
         command=command(chosen.engine, settings),
         enough=held.low >= workload.sessions,
@@ -195,8 +211,8 @@ def _demand(chosen: Deployment, workload: Workload, asked: Workload) -> tuple[Fi
     )
 
 
-def _pace_figures(speed: Pace, running: int, fitting: int) -> tuple[Figure, ...]:
-    chosen = f"min({fitting} that fit, {HEADROOM} x {speed.running:.1f} in a turn at once), a replica"
+def _pace_figures(speed: Pace, fitting: int, wanted: int, running: int) -> tuple[Figure, ...]:
+    chosen = f"min({fitting} that fit, {wanted} wanted), a replica; {speed.running:.1f} are in a turn at once"
     return (
         Figure("turn", round(speed.turn_s, 2), "s", "new prompt tokens, then the answer", PACE_SOURCE),
         Figure(
