@@ -59,7 +59,7 @@ def compact(
     dropped, kept = view.items[:start], view.items[start:]
     kept, overrides = _squeeze(kept, marks.low - fixed - _MIN_BLOCK_TOKENS, estimator, shorten)
     kept_tokens = sum(item.tokens for item in kept)
-    room = min(marks.block, max(_MIN_BLOCK_TOKENS, marks.low - fixed - kept_tokens))
+    room = min(marks.block, max(_MIN_BLOCK_TOKENS, marks.low - fixed - kept_tokens), marks.hard - fixed - kept_tokens)
     carried = {h: t for h, t in view.epoch.overrides.items() if any(item.hash == h for item in kept)}
     epoch = _condense(view, dropped, kept, summary, room, estimator)
     epoch = replace(epoch, overrides={**carried, **overrides})
