@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 import msgspec
 import orjson
 
+from kvsteward.context.images import hashes
 from kvsteward.context.layout import Item, View, derive
 from kvsteward.context.pipeline import Arrival, Prepared, Reduction, decode_epoch, encode_epoch
 from kvsteward.context.tokens import Estimator
@@ -359,10 +360,8 @@ def rebuild(path: Sequence[Entry], decisions: Sequence[Decision], estimator: Est
     items = []
     for entry in path:
         message = orjson.loads(entry.raw)
-        items.append(Item(entry.hash, entry.depth, message, entry.tokens, entry.tokens))
-    view = derive(items, epochs, reduced)
-    shown = tuple(replace(item, tokens=estimator.message(item.message)) for item in view.items)
-    return Shown(replace(view, items=shown), sum(entry.tokens for entry in path))
+        items.append(Item(entry.hash, entry.depth, message, entry.tokens, entry.tokens, hashes(message)))
+    return Shown(derive(items, epochs, reduced).recounted(estimator), sum(entry.tokens for entry in path))
 
 
 def _decisions(resolved: Resolved, prepared: Prepared | None, tools: Any, now: float) -> list[Decision]:
