@@ -27,7 +27,7 @@ async def test_the_same_image_in_forty_turns(start, tmp_path):
     gateway = await start(modalities=EYES, context_limit_tokens=4096, kv_capacity_tokens=8192)
     history = []
     for turn in range(40):
-        history.append(user(f"Turn {turn}: " + "what do you see on this one? " * 8, PICTURE))
+        history.append(user(f"Turn {turn}: " + "what do you see on this one? " * 20, PICTURE))
         answer = await gateway.chat(*history, session="s", max_tokens=50)
         assert answer["status"] == 200, answer
         assert shown(gateway.engine.requests[-1]) == 1
