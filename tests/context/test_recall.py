@@ -45,7 +45,7 @@ def test_arguments_that_make_no_sense_are_answered(arguments):
 
 def test_a_short_message_comes_back_as_it_was():
     text = compose(Ask(hash="ab" * 5), [hit("code 4711\nline two")], {"ab" * 16: 'look_up {"id": 1}'}, 200, E)
-    assert text == f'[{"ab" * 5} look_up {{"id": 1}}, message 7, 2 lines]\ncode 4711\nline two'
+    assert text == f'[{"ab" * 4} look_up {{"id": 1}}, message 7, 2 lines]\ncode 4711\nline two'
 
 
 def test_a_long_message_is_shortened_around_the_query():

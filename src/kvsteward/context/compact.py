@@ -15,11 +15,13 @@ from dataclasses import replace
 
 import orjson
 
+from kvsteward.context.images import stale
 from kvsteward.context.layout import ACKNOWLEDGEMENT, HASH_CHARS, Epoch, Fact, Item, Stub, View, cuts, with_text
 from kvsteward.context.marks import Marks
 from kvsteward.context.memory import collect
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ContextOverflowError
+from kvsteward.wire.chat import image_marks
 
 Shorten = Callable[[Item, int], str | None]
 """Shortens an item's text to about so many tokens; None if it cannot."""
@@ -57,12 +59,23 @@ def compact(
     fixed = tools_tokens + sum(item.tokens for item in view.pinned) + estimator.text(ACKNOWLEDGEMENT) + 10
     start = _cut(view.items, marks.low - fixed - _MIN_BLOCK_TOKENS, keep_rounds)
     dropped, kept = view.items[:start], view.items[start:]
+    images = Epoch(
+        hidden_images=stale([(item.message, item.images) for item in kept]),
+        hidden_through=kept[-1].depth if kept else 0,
+    )
+    kept = _recounted(kept, images, estimator)
     kept, overrides = _squeeze(kept, marks.low - fixed - _MIN_BLOCK_TOKENS, estimator, shorten)
+    kept = _recounted(kept, images, estimator)
     kept_tokens = sum(item.tokens for item in kept)
     room = min(marks.block, max(_MIN_BLOCK_TOKENS, marks.low - fixed - kept_tokens), marks.hard - fixed - kept_tokens)
     carried = {h: t for h, t in view.epoch.overrides.items() if any(item.hash == h for item in kept)}
     epoch = _condense(view, dropped, kept, summary, room, estimator)
-    epoch = replace(epoch, overrides={**carried, **overrides})
+    epoch = replace(
+        epoch,
+        overrides={**carried, **overrides},
+        hidden_images=images.hidden_images,
+        hidden_through=images.hidden_through,
+    )
     after = View(view.pinned, epoch, kept, known_for=view.known_for)
     total = after.estimate_tokens(tools_tokens)
     if total > marks.hard:
@@ -72,6 +85,12 @@ def compact(
             f"leaves for a prompt"
         )
     return after
+
+
+def _recounted(kept: Sequence[Item], epoch: Epoch, estimator: Estimator) -> tuple[Item, ...]:
+    """Items with images, counted as the new epoch shows them."""
+    seen: set[str] = set()
+    return tuple(epoch.recounted(item, seen, estimator) if item.images else item for item in kept)
 
 
 def _cut(items: Sequence[Item], room_tokens: int, keep_rounds: int) -> int:
@@ -110,7 +129,7 @@ def _condense(
     """The block and the state that the next compaction starts from."""
     before = view.epoch
     labels = _labels((*dropped, *kept))
-    requests = (*before.requests, *((i.depth, i.text) for i in dropped if i.role in {"user", "system", "developer"}))
+    requests = (*before.requests, *((i.depth, _said(i)) for i in dropped if i.role in {"user", "system", "developer"}))
     requests = requests[:1] + requests[1:][-MAX_REQUESTS:]
     facts = collect(dropped, before.facts, kept)[:MAX_FACTS]
     stubs = (*before.stubs, *(_stub(item, labels) for item in dropped if item.role != "user"))[-MAX_STUBS:]
@@ -139,6 +158,11 @@ def _condense(
         stubs=stubs,
         dropped=total,
     )
+
+
+def _said(item: Item) -> str:
+    """The text of a message, and where it had images, their hashes."""
+    return "\n".join([item.text, *image_marks(item.message)]) if item.images else item.text
 
 
 def _labels(items: Iterable[Item]) -> dict[str, str]:

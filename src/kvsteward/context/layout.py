@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvsteward.context.images import shown
+from kvsteward.context.tokens import Estimator
 from kvsteward.wire.chat import PINNED_ROLES, text_of
 
 Message = Mapping[str, Any]
@@ -34,6 +36,8 @@ class Item:
     message: Message
     tokens: int
     log_tokens: int
+    images: tuple[str, ...] = ()
+    """Names of its images (`context.images.hashes`)."""
 
     @property
     def role(self) -> str:
@@ -84,6 +88,16 @@ class Epoch:
     """Messages condensed since the session began."""
     overrides: Mapping[str, str] = field(default_factory=dict)
     """Items of this epoch whose text was shortened further at the compaction."""
+    hidden_images: tuple[str, ...] = ()
+    """Images that are not shown in messages up to the depth `hidden_through`."""
+    hidden_through: int = 0
+
+    def shows(self, item: Item, seen: set[str]) -> Message:
+        """An item as this epoch shows it. `seen` has the images shown before it."""
+        return shown(item.message, item.images, seen, self.hidden_images if item.depth <= self.hidden_through else ())
+
+    def recounted(self, item: Item, seen: set[str], estimator: Estimator) -> Item:
+        return replace(item, tokens=estimator.message(self.shows(item, seen)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +159,19 @@ class View:
 
     def render(self) -> list[Message]:
         """The messages for the engine."""
-        messages = [item.message for item in self.pinned]
+        seen: set[str] = set()
+        messages = [shown(item.message, item.images, seen, ()) for item in self.pinned]
         if self.epoch.block:
             messages.append({"role": "user", "content": self.epoch.block})
             if not self.items or self.items[0].role != "assistant":
                 messages.append({"role": "assistant", "content": ACKNOWLEDGEMENT})
-        messages.extend(item.message for item in self.items)
+        messages.extend(self.epoch.shows(item, seen) for item in self.items)
         return messages
+
+    def recounted(self, estimator: Estimator) -> View:
+        """The same view, each item's length estimated as it is rendered."""
+        seen: set[str] = set()
+        return replace(self, items=tuple(self.epoch.recounted(item, seen, estimator) for item in self.items))
 
 
 def with_text(message: Message, text: str) -> Message:

@@ -13,7 +13,7 @@ Invariant: between compactions the rendered view of a turn is a prefix of the re
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ import orjson
 from kvsteward.context.compact import SUMMARY_INSTRUCTION, compact, droppable_tokens
 from kvsteward.context.distill.base import Hints
 from kvsteward.context.distill.registry import distil
+from kvsteward.context.images import hashes
 from kvsteward.context.layout import HASH_CHARS, Epoch, Item, Message, View, with_text
 from kvsteward.context.marks import Marks, Policy
 from kvsteward.context.memory import argument_values, values
@@ -193,8 +194,11 @@ def admit(
     items: list[Item] = []
     reductions: list[Reduction] = []
     calls = _calls((*(i.message for i in view.items), *(a.message for a in arrivals)))
+    seen = {name for item in (*view.pinned, *view.items) for name in item.images if name}
     for arrival in arrivals:
         item, reduction = _admit(arrival, view, arrivals, calls, marks, estimator)
+        if item.images:
+            item = view.epoch.recounted(item, seen, estimator)
         items.append(item)
         if reduction:
             reductions.append(reduction)
@@ -210,7 +214,7 @@ def _admit(
     estimator: Estimator,
 ) -> tuple[Item, Reduction | None]:
     before = estimator.message(arrival.message)
-    item = Item(arrival.hash, arrival.depth, arrival.message, before, before)
+    item = Item(arrival.hash, arrival.depth, arrival.message, before, before, hashes(arrival.message))
     role = item.role
     limit = marks.tool_limit if role == "tool" else marks.text_limit
     text_tokens = estimator.text(item.text)
@@ -222,7 +226,7 @@ def _admit(
         return item, None
     message = with_text(arrival.message, text)
     after = estimator.message(message)
-    reduced = Item(arrival.hash, arrival.depth, message, after, before)
+    reduced = replace(item, message=message, tokens=after)
     return reduced, Reduction(arrival.hash, "distil", f"{role} message over {limit} tokens", before, after, text)
 
 

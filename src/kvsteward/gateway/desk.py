@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 import msgspec
 import orjson
 
+from kvsteward.context.images import hashes
 from kvsteward.context.layout import Item, View, derive
 from kvsteward.context.pipeline import Arrival, Prepared, Reduction, decode_epoch, encode_epoch
 from kvsteward.context.tokens import Estimator
@@ -403,10 +404,12 @@ def rebuild(path: Sequence[Entry], decisions: Sequence[Decision], estimator: Est
     items = []
     for entry in path:
         message = orjson.loads(entry.raw)
-        items.append(Item(entry.hash, entry.depth, message, entry.tokens, entry.tokens))
+        items.append(Item(entry.hash, entry.depth, message, entry.tokens, entry.tokens, hashes(message)))
     view = derive(items, epochs, reduced)
-    shortened = {**reduced, **view.epoch.overrides}
-    shown = tuple(replace(i, tokens=estimator.message(i.message)) if i.hash in shortened else i for i in view.items)
+    changed = {**reduced, **view.epoch.overrides}
+    shown = tuple(
+        replace(i, tokens=estimator.message(i.message)) if i.hash in changed or i.images else i for i in view.items
+    )
     return Shown(replace(view, items=shown), sum(entry.tokens for entry in path))
 
 

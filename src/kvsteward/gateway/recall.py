@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from kvsteward.context.images import image_parts
 from kvsteward.context.layout import View
 from kvsteward.context.pipeline import Prepared
 from kvsteward.context.recall import (
@@ -32,6 +33,7 @@ from kvsteward.wire.chat import ChatRequest
 if TYPE_CHECKING:
     from kvsteward.gateway.app import Steward
 
+_IMAGES = "[kvsteward: the images that were recalled]"
 HEADER = "X-KVSteward-Recall"
 
 
@@ -42,6 +44,8 @@ class Recalled:
     text: str
     tokens: int
     hashes: tuple[str, ...]
+    images: tuple[Mapping[str, Any], ...] = ()
+    """The image parts that were asked for by hash."""
 
 
 def wanted(steward: Steward, headers: Mapping[str, str], request: ChatRequest) -> bool:
@@ -75,8 +79,10 @@ def room_tokens(prepared: Prepared) -> int:
 async def answer_calls(
     steward: Steward, session_id: str, head: str, prepared: Prepared, calls: Sequence[Mapping[str, Any]], room: int
 ) -> list[dict[str, Any]]:
-    """A tool message for each call, in at most `room` tokens together."""
+    """A tool message for each call, in at most `room` tokens together, and the images that were asked for: a tool's
+    result is text, so they follow in a user message."""
     messages: list[dict[str, Any]] = []
+    images: list[Mapping[str, Any]] = []
     for number, call in enumerate(calls):
         arguments = str(call["function"]["arguments"])
         limit = min(prepared.marks.tool_limit, int(room / min(2, max(1, len(calls) - number))))
@@ -90,10 +96,17 @@ async def answer_calls(
         else:
             found = await look_up(steward, session_id, head, prepared.view, ask, limit)
         room -= found.tokens
+        for part in found.images if "image" in steward.engine.info.modalities else ():
+            cost = steward.desk.estimator.message({"content": [part]})
+            if cost <= room and part not in images:
+                room -= cost
+                images.append(part)
         steward.telemetry.recalls.inc()
         payload = {"arguments": arguments, "hashes": found.hashes, "tokens": found.tokens, "text": found.text}
         await steward.desk.decide(session_id, Decision(head, "recall", orjson.dumps(payload), steward.wall()))
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": found.text})
+    if images:
+        messages.append({"role": "user", "content": [{"type": "text", "text": _IMAGES}, *images]})
     return messages
 
 
@@ -107,7 +120,8 @@ async def look_up(steward: Steward, session_id: str, head: str, view: View, ask:
     hits = [Hit(entry.hash, entry.depth, orjson.loads(entry.raw)) for entry in entries[:MAX_HITS]]
     labels = {stub.hash: stub.label for stub in view.epoch.stubs}
     text = compose(ask, hits, labels, limit_tokens, desk.estimator)
-    return Recalled(text, desk.estimator.text(text), tuple(hit.hash for hit in hits))
+    images = [part for hit in hits for part in image_parts(hit.message, ask.hash)] if ask.hash else []
+    return Recalled(text, desk.estimator.text(text), tuple(hit.hash for hit in hits), tuple(images))
 
 
 async def _entries(steward: Steward, session_id: str, head: str, ask: Ask) -> Sequence[Entry]:

@@ -106,8 +106,10 @@ async def reached(spec: EngineSpec, wait_s: float = _ENGINE_WAIT_S) -> Engine:
         try:
             engine = await resolve(spec)
             if spec.url is not None:
-                await engine.start()
-                await engine.close()
+                try:
+                    await engine.start()
+                finally:
+                    await engine.close()
             return engine
         except EngineUnavailableError as error:
             if time.monotonic() > deadline:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from kvsteward.context.images import with_ids
 from kvsteward.context.layout import Item
 from kvsteward.context.marks import Marks
 from kvsteward.context.pipeline import Count, Prepared, Question, Summarise, prepare
@@ -224,7 +225,7 @@ async def count(steward: Steward, request: ChatRequest, question: Count) -> int 
 async def summary(steward: Steward, turn: Turn, resolved: Resolved, question: Summarise) -> str | None:
     """The engine's rolling summary. None if it fails or takes too long: the pipeline then extracts one itself."""
     base = ChatRequest(_summary_body(turn.request), (), turn.request.model, True, True)
-    body = encode(base, messages=question.messages, stream=True, max_tokens=question.max_tokens)
+    body = encode(base, messages=for_engine(steward, question.messages), stream=True, max_tokens=question.max_tokens)
     session_id = resolved.session.id
     demand = Demand(resolved.view.known_tokens + 64, question.max_tokens, returning=True)
     reader, splitter = AnswerReader(), EventSplitter()
@@ -269,7 +270,7 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
     room = prepared.marks.budget - prepared.tokens
     output = min(request.max_output_tokens or room, room)
     cap = output if steward.must_cap_output(request, prepared) else None
-    body = encode(request, messages=prepared.view.render(), stream=stream, max_tokens=cap)
+    body = encode(request, messages=for_engine(steward, prepared.view.render()), stream=stream, max_tokens=cap)
     extra = recall.room_tokens(prepared) if turn.recall else 0
     demand = Demand(
         prepared.tokens + extra, max(1, min(output, room - extra)), returning=steward.residency.of(session_id) > 0
@@ -297,6 +298,11 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
         await asyncio.shield(log.broken_off("abandoned" if isinstance(error, asyncio.CancelledError) else "error"))
         raise
     turn.step("done")
+
+
+def for_engine(steward: Steward, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The messages with what only this engine's dialect has."""
+    return with_ids(messages) if steward.engine.info.dialect == "vllm" else messages
 
 
 def saved_tokens(resolved: Resolved, prepared: Prepared) -> int:
@@ -460,7 +466,8 @@ def round_body(steward: Steward, turn: Turn, prepared: Prepared, more: Sequence[
     used = sum(steward.desk.estimator.message(message) for message in more)
     room = max(16, prepared.marks.budget - prepared.tokens - used)
     output = min(request.max_output_tokens or room, room)
-    return encode(request, messages=[*prepared.view.render(), *more], stream=True, max_tokens=output)
+    messages = for_engine(steward, [*prepared.view.render(), *more])
+    return encode(request, messages=messages, stream=True, max_tokens=output)
 
 
 async def whole(steward: Steward, exchange: Exchange, turn: Turn, reply: EngineReply, log: AnswerLog) -> None:
