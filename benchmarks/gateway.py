@@ -184,7 +184,7 @@ def measure(contenders: list[Contender], args: argparse.Namespace, folder: Path)
     """All rounds. Within a round each contender is measured once for each kind of answer; the order turns."""
     for contender in contenders:  # once without counting: pools fill, pages are touched
         for stream in KINDS.values():
-            _wrk.run(contender.url, stream=stream, connections=args.connections, seconds=1, folder=folder)
+            _wrk.run(contender.url, stream=stream, connections=args.connections, seconds=args.seconds, folder=folder)
     for number in range(args.rounds):
         turned = contenders[number % len(contenders) :] + contenders[: number % len(contenders)]
         for kind, stream in KINDS.items():
