@@ -30,6 +30,8 @@ MAX_FACTS, MAX_STUBS, MAX_REQUESTS = 1_000, 400, 200
 _HEADER = "[kvsteward] {dropped} earlier messages are condensed here. Nothing is lost: each hash names a full message."
 _REQUEST_SHARE, _SUMMARY_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.3, 160
 _REQUEST_CHARS, _LABEL_CHARS = 600, 48
+_LEFT = "Messages that left (hash, what it was, values in it):"
+_SLACK_TOKENS = 16
 
 SUMMARY_INSTRUCTION = (
     "Summarise our conversation so far for your own later use, in at most {words} words. State: what the user wants, "
@@ -67,7 +69,11 @@ def compact(
     kept, overrides = _squeeze(kept, marks.low - fixed - _MIN_BLOCK_TOKENS, estimator, shorten)
     kept = _recounted(kept, images, estimator)
     kept_tokens = sum(item.tokens for item in kept)
-    room = min(marks.block, max(_MIN_BLOCK_TOKENS, marks.low - fixed - kept_tokens), marks.hard - fixed - kept_tokens)
+    room = min(
+        marks.block,
+        max(_MIN_BLOCK_TOKENS, marks.low - fixed - kept_tokens),
+        marks.hard - fixed - kept_tokens - _SLACK_TOKENS,
+    )
     carried = {h: t for h, t in view.epoch.overrides.items() if any(item.hash == h for item in kept)}
     epoch = _condense(view, dropped, kept, summary, room, estimator)
     epoch = replace(
@@ -146,8 +152,11 @@ def _condense(
         head += ["Summary:", written]
     text = "\n".join(head)
     shown_elsewhere = "\n".join([text, *(i.text for i in (*view.pinned, *kept)), *(_arguments(i) for i in kept)])
-    lines = _value_lines(facts, stubs, shown_elsewhere, room - estimator.text(text), estimator)
-    block = "\n".join([text, "Messages that left (hash, what it was, values in it):", *lines]) if lines else text
+    left = room - estimator.text(text) - estimator.text(_LEFT)
+    lines = _value_lines(facts, stubs, shown_elsewhere, left, estimator)
+    block = "\n".join([text, _LEFT, *lines]) if lines else text
+    if estimator.text(block) > room + _SLACK_TOKENS:
+        block = head[0]  # so little room is left that only the note fits; the log has the rest
     return Epoch(
         through=through,
         block=block,
