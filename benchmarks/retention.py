@@ -3,8 +3,8 @@
     python benchmarks/retention.py --simulate [--seeds 3] [--pools 1,2,4,8,16] [--alive 50] [--held]
 
 Replays the WEKA sessions (../shared/data/traces/weka: 471 whole coding-agent sessions) against one pool of a size in
-millions of tokens, interleaved in real time. `closed` is the part of the way from LRU to the oracle. `final` is the same policy
-where clients say that a session is over.
+millions of tokens, interleaved in real time. `closed` is the part of the way from LRU to the oracle. `final` is the
+same policy where clients say that a session is over.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """A block pool with prefix caching, as vLLM's, under recorded sessions; which idle blocks go first is a policy.
 
-Sessions are trees of requests: each shares a prefix with an earlier one of its session. Blocks of a request that nobody
-used later form one run of its path, and every policy here takes a run from its end (vLLM frees the tail of a
-prefix first), so runs stand for blocks exactly; `tests/policy/test_retention_sim.py` compares them with a pool that moves single blocks.
+Sessions are trees of requests: each shares a prefix with an earlier one of its session. Blocks of a request that
+nobody used later form one run of its path, and every policy here takes a run from its end (vLLM frees the tail of a
+prefix first), so runs stand for blocks exactly; `tests/policy/test_retention_sim.py` compares them with a pool that
+moves single blocks.
 
-Two models. `held=False`: a request's blocks are idle as soon as they are in (as in other published replays), but policies do
-not know how it will end before it has. `held=True`: its blocks cannot be taken while it runs (vLLM). In both
+Two models. `held=False`: a request's blocks are idle as soon as they are in (as in other published replays), but
+policies do not know how it will end before it has. `held=True`: its blocks cannot be taken while it runs (vLLM). In both
 answers' own tokens are not reused (the traces have no ids for them) and prefill takes no time.
 """
 

@@ -46,6 +46,11 @@ def test_final_wins_over_ttl():
     assert (give.tier, give.reason) == (Tier.OVER, "final")
 
 
+def test_what_a_queued_turn_will_use_is_kept_unless_it_is_over():
+    assert names(state("w", awaited=True), state("o", 50), w=0.001, o=9.0) == "ow"
+    assert names(state("w", awaited=True, superseded=True), state("o", 50)) == "wo"
+
+
 def test_class_and_cost_weigh():
     batch, interactive = state("b", hint=Hint(priority="batch")), state("i", hint=Hint(priority="interactive"))
     assert names(interactive, batch) == "bi"

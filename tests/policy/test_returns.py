@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -36,7 +37,7 @@ def test_index_of_a_constant_hazard_is_the_hazard():
 def test_index_looks_ahead_to_a_better_hazard_and_never_back():
     rising = gittins([0.01] * 6 + [1.0] * (BINS - 6))
     falling = gittins([1.0] * 6 + [0.01] * (BINS - 6))
-    assert all(a <= b + 1e-12 for a, b in zip(rising, rising[1:], strict=False))
+    assert all(a <= b + 1e-12 for a, b in itertools.pairwise(rising))
     assert 0.01 < rising[0] < 1.0
     assert falling[:6] == pytest.approx([1.0] * 6)
     assert falling[6:] == pytest.approx([0.01] * (BINS - 6))

@@ -2,10 +2,11 @@
 
 State is a run of tokens that one turn left behind. It is given up in this order:
 
-1. what is over (the caller said `final`), superseded (its session went on from an earlier point) or past the caller's TTL;
+1. what is over (the caller said `final`), superseded (its session went on from an earlier point) or past the
+   caller's TTL;
 2. the rest, the least worth keeping first: expected returns per second (`returns`) x seconds that a lost token costs
    x the weight of its class; equal worth falls back to the least recently used;
-3. what the caller asked to keep, while its TTL runs, again by worth.
+3. what the caller asked to keep, while its TTL runs, and what a waiting turn is about to use, again by worth.
 
 Soft: everything idle can be given up, so running work never starves, and nothing happens while there is room.
 
@@ -56,6 +57,8 @@ class State:
     tokens: int
     since_s: float
     superseded: bool = False
+    awaited: bool = False
+    """A turn of its session is queued."""
     hint: Hint = NO_HINT
     loss_s_per_token: float = 1.0
 
@@ -86,6 +89,8 @@ def tier(state: State, now_s: float) -> tuple[Tier, str]:
         return Tier.OVER, "final"
     if state.superseded:
         return Tier.OVER, "superseded"
+    if state.awaited:
+        return Tier.ASKED, "its turn waits"
     if hint.ttl_s is None:
         return Tier.IDLE, "learned"
     if now_s - state.since_s < min(hint.ttl_s, MAX_TTL_S):

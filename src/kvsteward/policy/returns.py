@@ -1,7 +1,7 @@
 """When will a paused session be back? Learned online from the gaps that a deployment sees.
 
-Each class of pauses (why the turn stopped, for which tool, how fast this session usually is) has a table of hazards over
-logarithmic bins of idle time: returns seen in the bin / idle seconds spent in it. Pauses that have not ended yet count
+Each class of pauses (why the turn stopped, for which tool, how fast this session usually is) has a table of hazards
+over logarithmic bins of idle time: returns seen in the bin / idle seconds spent in it. Pauses that have not ended yet count
 too (the seconds, without the return), so sessions that never come back need no special case. A class borrows from the
 class above it until it has data of its own; the top one starts from a heavy-tailed prior.
 
@@ -29,7 +29,7 @@ EDGES_S = (0.0, *(FIRST_BIN_S * 2 ** (i / BINS_PER_OCTAVE) for i in range(BINS))
 BORROWED_RETURNS = 2.0
 """How many returns per bin the class above is worth."""
 PRIOR_SHAPE, PRIOR_SCALE_S = 0.75, 10.0
-"""The prior hazard is shape / (age + scale): a Lomax (Pareto II) law, half back after 15 s and one in 20 after 9 min."""
+"""The prior hazard is shape / (age + scale): a Lomax (Pareto II) law, half are back after 15 s, 5 % away for 9 min."""
 OWN_GAP_WEIGHT = 0.3
 RUNNING: Key = ("running",)
 
