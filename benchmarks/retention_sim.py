@@ -6,8 +6,8 @@ prefix first), so runs stand for blocks exactly; `tests/policy/test_retention_si
 moves single blocks.
 
 Two models. `held=False`: a request's blocks are idle as soon as they are in (as in other published replays), but
-policies do not know how it will end before it has. `held=True`: its blocks cannot be taken while it runs (vLLM). In both
-answers' own tokens are not reused (the traces have no ids for them) and prefill takes no time.
+policies do not know how it will end before it has. `held=True`: its blocks cannot be taken while it runs (vLLM). In
+both, answers' own tokens are not reused (the traces have no ids for them) and prefill takes no time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """When will a paused session be back? Learned online from the gaps that a deployment sees.
 
 Each class of pauses (why the turn stopped, for which tool, how fast this session usually is) has a table of hazards
-over logarithmic bins of idle time: returns seen in the bin / idle seconds spent in it. Pauses that have not ended yet count
-too (the seconds, without the return), so sessions that never come back need no special case. A class borrows from the
-class above it until it has data of its own; the top one starts from a heavy-tailed prior.
+over logarithmic bins of idle time: returns seen in the bin / idle seconds spent in it. Pauses that have not ended yet
+count too (the seconds, without the return), so sessions that never come back need no special case. A class borrows
+from the class above it until it has data of its own; the top one starts from a heavy-tailed prior.
 
 `rate` is the Gittins index of keeping a unit of state: the best, over all times to stop waiting, of
 P(return before then) / E[seconds kept until then]. For independent reuse it is the order that maximises hits per

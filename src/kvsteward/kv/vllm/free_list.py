@@ -1,7 +1,7 @@
 """vLLM's free list with an order of its own: same calls, same totals, another block goes first.
 
-Free blocks lie in three places: `blank` (hold nothing that can be hit again; used first), and runs, each the blocks that
-were freed together for one owner. Within a run the order is vLLM's: the tail of a prefix goes first. Which run goes
+Free blocks are blank (they hold nothing that can be hit again; used first) or lie in runs, each the blocks that were
+freed together for one owner. Within a run the order is vLLM's: the tail of a prefix goes first. Which run goes
 first is asked from `rank`; without it, or when it fails, the oldest run goes first, which is vLLM's own LRU exactly.
 
 Soft by construction: every free block can be popped, so allocation never sees fewer blocks than vLLM counts.
@@ -180,7 +180,7 @@ class FreeList:
     def _ask(self) -> list[int]:
         try:
             return list(dict.fromkeys(self._rank(self._runs))) if self._rank else []
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # an engine must outlive it; `_failed` tells
             self._failed(error)
             return []
 
@@ -225,7 +225,7 @@ class FreeList:
         try:
             if self._on_use:
                 self._on_use(run)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # an engine must outlive it; `_failed` tells
             self._failed(error)
 
     def _drop_empty(self) -> None:

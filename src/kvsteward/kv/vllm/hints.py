@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvsteward.errors import ProtocolError
-from kvsteward.policy.retention import MAX_TTL_S, WEIGHTS, Hint
+from kvsteward.policy.retention import MAX_TTL_S, NO_HINT, WEIGHTS, Hint
 
 VERSION = 1
 FIELD = "kvsteward"
@@ -37,7 +37,7 @@ _FIELDS = {"version", "class", "ttl_s", "final", "stop", "tools", "note"}
 class Told:
     """A parsed hint. `stop` "" and no tools: not said."""
 
-    hint: Hint = Hint()
+    hint: Hint = NO_HINT
     stop: str = ""
     tools: tuple[str, ...] = ()
     note: bool = False
