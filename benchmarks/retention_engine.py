@@ -52,16 +52,22 @@ WORDS = [
 
 
 @contextlib.contextmanager
-def server(python: str, model: str, blocks: int, ours: bool, log: Path) -> Iterator[str]:
-    """A vLLM server's URL."""
+def server(
+    python: str, model: str, blocks: int, options: dict[str, Any] | None, log: Path, *, context_tokens: int = 4096
+) -> Iterator[str]:
+    """A vLLM server's URL; with the connector if there are `options` for it."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "smol"]
-    command += ["--max-model-len", "4096", "--enforce-eager", "--block-size", str(BLOCK_TOKENS)]
+    command += ["--max-model-len", str(context_tokens), "--enforce-eager", "--block-size", str(BLOCK_TOKENS)]
     command += ["--num-gpu-blocks-override", str(blocks), "--enable-prompt-tokens-details"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--kv-transfer-config", json.dumps(CONNECTOR)] if ours else []
+    command += (
+        ["--kv-transfer-config", json.dumps({**CONNECTOR, "kv_connector_extra_config": options})]
+        if options is not None
+        else []
+    )
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     env["PYTHONPATH"] = str(SRC)
     with log.open("wb") as out:
@@ -88,8 +94,8 @@ def _until_up(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
     sys.exit(f"vLLM did not come up:\n{log.read_text(errors='replace')[-4000:]}")
 
 
-def chat(url: str, session: str, messages: list[dict[str, str]]) -> dict[str, Any]:
-    body = {"model": "smol", "messages": messages, "max_tokens": 4, "temperature": 0}
+def chat(url: str, session: str, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
+    body = {"model": "smol", "messages": messages, "max_tokens": 4, "temperature": 0, **fields}
     headers = {"Content-Type": "application/json", "X-Session-ID": session}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=300) as response:
@@ -148,7 +154,7 @@ def main() -> None:
     blocks = int(tokens / options.over / BLOCK_TOKENS)
     print(f"{options.sessions} sessions, {options.rounds} rounds, {blocks} blocks of {BLOCK_TOKENS} tokens")
     for kind in options.kinds.split(","):
-        with server(options.python, options.model, blocks, kind == "ours", Path(options.log)) as url:
+        with server(options.python, options.model, blocks, {} if kind == "ours" else None, Path(options.log)) as url:
             usages, wall_s = play(url, options.sessions, options.rounds, options.words, more)
         lru, oracle = simulated(usages, options.sessions, blocks)
         share = sum(cached for _, cached in usages) / sum(tokens for tokens, _ in usages)

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
-from kvsteward.errors import ConfigError
+from kvsteward.errors import ConfigError, InvariantError
 from kvsteward.kv.vllm.free_list import FreeList
 
 __all__ = ["KVConnectorBase_V1", "KVConnectorMetadata", "KVConnectorRole", "SupportsHMA"]
@@ -68,6 +68,14 @@ def replace(pool: Any, free: FreeList) -> None:
     if free.num_free_blocks != pool.get_num_free_blocks():
         raise ConfigError(f"{free.num_free_blocks} blocks in the new free list, {pool.get_num_free_blocks()} in vLLM's")
     pool.free_block_queue = free
+
+
+def check_totals(pool: Any, free: FreeList) -> None:
+    """Raises InvariantError unless free + held = all blocks but the null block."""
+    free.check()
+    held = sum(1 for block in pool.blocks if block.ref_cnt > 0 and not block.is_null)
+    if held + free.num_free_blocks != pool.num_gpu_blocks - 1:
+        raise InvariantError(f"{held} held + {free.num_free_blocks} free of {pool.num_gpu_blocks - 1} blocks")
 
 
 def caching(pool: Any) -> bool:

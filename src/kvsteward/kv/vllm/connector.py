@@ -3,7 +3,8 @@
 
 It moves no KV. In the scheduler's process it replaces the block pool's free list by one that is ordered by
 `policy.retention`; in the workers it does nothing. Options in `kv_connector_extra_config`: `reorder_s` (0.25),
-`allow_version`, `figures_path` (a JSON file of what idle sessions hold, renewed every 5 s at most).
+`allow_version`, `figures_path` (a JSON file of what idle sessions hold, renewed every 5 s at most), `check` (true: the
+totals of the block pool are checked in every step, for tests).
 
 Knows nothing of HTTP. Invariant: no fault of ours reaches the engine: after the first one, which is logged, the
 free list runs in vLLM's own order (LRU) and all hooks do nothing.
@@ -42,7 +43,9 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._block_tokens = int(vllm_config.cache_config.block_size)
         path = options.get("figures_path")
         self._figures_path = Path(path) if path else None
-        self._figures_at = 0.0
+        self._figures_at = -FIGURES_EVERY_S
+        self._check = bool(options.get("check", False))
+        self._pool: Any = None
         self._steward: Steward | None = None
         self._told: dict[str, Told] = {}
 
@@ -60,7 +63,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         steward = Steward(blocks, time.monotonic, block_tokens=self._block_tokens, reorder_s=self._reorder_s)
         steward.free.on_fault(self._give_up)
         compat.replace(gpu_block_pool, steward.free)
-        self._steward = steward
+        self._pool, self._steward = gpu_block_pool, steward
         log.info("kvsteward: keeps %d blocks of %d tokens by their worth", len(blocks), self._block_tokens)
 
     def on_new_request(self, request: Any) -> None:
@@ -92,6 +95,8 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         with self._guard() as steward:
             if steward is not None:
                 steward.step()
+                if self._check:
+                    compat.check_totals(self._pool, steward.free)
                 self._write_figures(steward)
         return NothingToMove()
 
