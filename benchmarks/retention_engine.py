@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="stock,ours")
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--words", type=int, default=1000)
+    parser.add_argument("--words", type=int, default=400)
     parser.add_argument("--log", default="retention-engine.log")
     options = parser.parse_args()
     more = 40
@@ -154,7 +154,14 @@ def main() -> None:
     blocks = int(tokens / options.over / BLOCK_TOKENS)
     print(f"{options.sessions} sessions, {options.rounds} rounds, {blocks} blocks of {BLOCK_TOKENS} tokens")
     for kind in options.kinds.split(","):
-        with server(options.python, options.model, blocks, {} if kind == "ours" else None, Path(options.log)) as url:
+        with server(
+            options.python,
+            options.model,
+            blocks,
+            {} if kind == "ours" else None,
+            Path(options.log),
+            context_tokens=2048,
+        ) as url:
             usages, wall_s = play(url, options.sessions, options.rounds, options.words, more)
         lru, oracle = simulated(usages, options.sessions, blocks)
         share = sum(cached for _, cached in usages) / sum(tokens for tokens, _ in usages)
