@@ -27,7 +27,11 @@ def residency_page(title: str, series: Sequence[Series], budget_tokens: int) -> 
         figure.add_trace(Scatter(x=list(line.turns), y=list(line.tokens), name=line.name, mode="lines+markers"))
     figure.add_hline(y=budget_tokens, line_dash="dash", annotation_text=f"budget: {budget_tokens:,} tokens")
     figure.update_layout(
-        title=title, xaxis_title="turn", yaxis_title="resident tokens", yaxis_rangemode="tozero", template="plotly_white"
+        title=title,
+        xaxis_title="turn",
+        yaxis_title="resident tokens",
+        yaxis_rangemode="tozero",
+        template="plotly_white",
     )
     page: str = figure.to_html(include_plotlyjs=True, full_html=True)
     return page

@@ -146,6 +146,10 @@ class FreeList:
     def runs(self) -> Mapping[int, Run]:
         return self._runs
 
+    def outdate(self) -> None:
+        """The order is asked for anew when it is next needed."""
+        self._order = []
+
     def refresh(self) -> None:
         """Asks for the order anew."""
         self._drop_empty()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvsteward.kv.vllm.free_list import FreeList, Run
 from kvsteward.kv.vllm.hints import Told
@@ -21,6 +22,8 @@ from kvsteward.policy.returns import Returns
 SHARED = "shared:"
 ALONE = "request:"
 LOOSE = "freed:"
+MAX_RANKED = 2048
+"""Runs that one ranking looks at, the oldest ones; the others go after them."""
 
 
 @dataclass(slots=True)
@@ -90,21 +93,21 @@ class Steward:
         """News of a paused session: its hint, and what it waits for."""
         owner = self._owner(session)
         owner.hint, owner.since_s = told.hint, self._clock()
-        if told.stop or told.tools:
+        if (told.stop or told.tools) and not owner.queued:
             self._returns.paused(session, self._clock(), told.stop or "tool_calls", told.tools)
-        self._ordered_at = -float("inf")
+        self.free.outdate()
 
     def step(self) -> None:
-        """Once per engine step: renews the order if it is old."""
+        """Once per engine step: an order that is old is asked for anew when blocks are next taken from it."""
         now = self._clock()
         if now - self._ordered_at >= self._reorder_s:
             self._ordered_at = now
-            self.free.refresh()
+            self.free.outdate()
 
     def figures(self) -> Figures:
         held: dict[str, int] = {}
         for run in self.free.runs.values():
-            if run.owner and not run.owner.startswith((SHARED, ALONE)):
+            if run.owner and not run.owner.startswith((SHARED, ALONE, LOOSE)):
                 held[run.owner] = held.get(run.owner, 0) + len(run.blocks)
         return Figures(self.free.num_free_blocks, held, self._block_tokens, self._turns, self.refused_hints)
 
@@ -121,7 +124,7 @@ class Steward:
 
     def _rank(self, runs: Mapping[int, Run]) -> list[int]:
         now = self._clock()
-        states = [self._state(run, now) for run in runs.values()]
+        states = [self._state(run, now) for run in islice(runs.values(), MAX_RANKED)]
         for number in [n for n in self._born if n not in runs]:
             del self._born[number]
         return [int(give.name) for give in order(states, self._returns, now)]

@@ -102,7 +102,9 @@ class _Agent:
 
         def calls() -> Iterator[tuple[str, dict[str, Any]]]:
             notes = self._notes
-            newest = f"SELECT * FROM orders WHERE placed LIKE '{month}%' ORDER BY total_cents DESC LIMIT 6 OFFSET {cycle}"
+            newest = (
+                f"SELECT * FROM orders WHERE placed LIKE '{month}%' ORDER BY total_cents DESC LIMIT 6 OFFSET {cycle}"
+            )
             yield "sql", {"query": newest}
             rows = self._rows()
             notes.orders.append([row["id"] for row in rows])

@@ -57,7 +57,7 @@ def parse_sku(sku):
     kind, serial = sku.split("-")
     return kind, int(serial)
 '''
-_TESTS = '''import unittest
+_TESTS = """import unittest
 
 from shop import pricing_{cycle} as pricing
 
@@ -75,11 +75,11 @@ class Pricing{cycle}(unittest.TestCase):
 
 if __name__ == "__main__":
     unittest.main()
-'''
-_MANY = '''
+"""
+_MANY = """
     def test_row_{row}(self):
         self.assertEqual(pricing.order_total([({row}, {price})]), {wrong}, "invoice INV-{invoice}")
-'''
+"""
 
 
 class Workshop:
@@ -193,7 +193,9 @@ class Workshop:
             request, customer = f"req-{self._random.getrandbits(32):08x}", self._random.randrange(CUSTOMERS)
             what = f"customer=C-{3100 + customer} path=/cart/{self._random.randrange(1000, 9999)}"
             took = self._random.randrange(3, 2_500)
-            lines.append(f"2026-03-{minute // 60 + 1:02}T08:{minute % 60:02}:00Z {level} {request} {what} took={took}ms")
+            lines.append(
+                f"2026-03-{minute // 60 + 1:02}T08:{minute % 60:02}:00Z {level} {request} {what} took={took}ms"
+            )
         (self.folder / "logs" / "app.log").write_text("\n".join(lines) + "\n")
 
     def _fill_database(self) -> None:
