@@ -1,0 +1,64 @@
+"""How much of a prompt is reused when agents pause: LRU, kvsteward's retention, and an oracle.
+
+    python benchmarks/retention.py --simulate [--seeds 3] [--pools 1,2,4,8,16] [--alive 50] [--held]
+
+Replays the WEKA sessions (../shared/data/traces/weka: 471 whole coding-agent sessions) against one pool of a size in
+millions of tokens, interleaved in real time. `closed` is the part of the way from LRU to the oracle. `final` is the
+same policy where clients say that a session is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from retention_sim import BLOCK_TOKENS, LRU, Learned, Oracle, Policy, Request, replay, trace
+
+WEKA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "traces" / "weka" / "weka_compact.jsonl.gz"
+Make = Callable[[Sequence[Request], bool], Policy]
+POLICIES: dict[str, Make] = {
+    "lru": lambda requests, held: LRU(held),
+    "ours": lambda requests, held: Learned(),
+    "final": lambda requests, held: Learned(finals=True),
+    "oracle": lambda requests, held: Oracle(requests),
+}
+
+
+def simulate(pools: Sequence[float], seeds: int, alive: float, held: bool) -> None:
+    if not WEKA.exists():
+        sys.exit(f"no recorded sessions: {WEKA} is absent; they lie beside the repository in ../shared")
+    traces = [trace(WEKA, seed, alive) for seed in range(1, seeds + 1)]
+    print(f"{len(traces[0])} requests, {alive:g} alive, {seeds} seeds, blocks of running requests held: {held}")
+    print("| pool, M tokens | " + " | ".join(POLICIES) + " | closed | closed, final | seconds |")
+    print("|" + " --- |" * (len(POLICIES) + 4))
+    for pool in pools:
+        began = time.monotonic()
+        blocks = int(pool * 1e6 / BLOCK_TOKENS)
+        shares = {
+            name: 100 * sum(replay(t, blocks, make(t, held), held=held).share for t in traces) / seeds
+            for name, make in POLICIES.items()
+        }
+        gap = shares["oracle"] - shares["lru"]
+        closed = [f"{(shares[name] - shares['lru']) / gap:.0%}" if gap > 0.05 else "-" for name in ("ours", "final")]
+        cells = [f"{pool:g}", *(f"{share:.2f}" for share in shares.values()), *closed]
+        print("| " + " | ".join(cells) + f" | {time.monotonic() - began:.0f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--pools", default="1,2,4,8,16")
+    parser.add_argument("--alive", type=float, default=50.0)
+    parser.add_argument("--held", action="store_true", help="blocks of running requests cannot be taken")
+    options = parser.parse_args()
+    if not options.simulate:
+        parser.error("say what to do: --simulate")
+    simulate([float(p) for p in options.pools.split(",")], options.seeds, options.alive, options.held)
+
+
+if __name__ == "__main__":
+    main()

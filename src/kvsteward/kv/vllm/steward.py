@@ -1,0 +1,155 @@
+"""Keeps a pool's free list in the order of `policy.retention`: who left which blocks, when, and what is known of them.
+
+A turn is told by `began` (queued), and `ended` with the ids of its blocks just before they become free. Turns without a
+session are owners of their own; blocks that several sessions used are an owner of their own too, whose returns are
+learned like a session's. The order is asked for at most every `reorder_s` and is good until then.
+
+No vLLM import, no clock (`now` comes in), no I/O. Invariant: sessions, hints and queued turns held are bounded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kvsteward.kv.vllm.free_list import FreeList, Run
+from kvsteward.kv.vllm.hints import Told
+from kvsteward.policy.retention import NO_HINT, Hint, State, order
+from kvsteward.policy.returns import Returns
+
+SHARED = "shared:"
+ALONE = "request:"
+LOOSE = "freed:"
+MAX_RANKED = 2048
+"""Runs that one ranking looks at, the oldest ones; the others go after them."""
+
+
+@dataclass(slots=True)
+class _Owner:
+    """`turns` ended so far; `since_s` is the end of the newest, or of the last note."""
+
+    hint: Hint = NO_HINT
+    since_s: float = 0.0
+    queued: set[str] = field(default_factory=set)
+    turns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Blocks and tokens that idle sessions hold; the rest of the free ones is blank or belongs to no session."""
+
+    free_blocks: int
+    sessions: Mapping[str, int]
+    block_tokens: int
+    turns: int
+    refused_hints: int
+
+    def tokens(self, session: str) -> int:
+        return self.sessions.get(session, 0) * self.block_tokens
+
+
+class Steward:
+    def __init__(
+        self,
+        blocks: Sequence[object],
+        clock: Callable[[], float],
+        *,
+        block_tokens: int,
+        reorder_s: float = 0.25,
+        max_owners: int = 8192,
+    ) -> None:
+        self.free = FreeList(blocks, on_use=self._used)  # type: ignore[arg-type]  # vLLM's blocks, seen as Block
+        self.free.ranked_by(self._rank)
+        self.refused_hints = 0
+        self._clock, self._block_tokens, self._reorder_s = clock, block_tokens, reorder_s
+        self._returns = Returns(max_sessions=max_owners)
+        self._owners: OrderedDict[str, _Owner] = OrderedDict()
+        self._max_owners = max_owners
+        self._born: OrderedDict[int, tuple[float, int]] = OrderedDict()
+        self._ordered_at = -float("inf")
+        self._turns = 0
+
+    def began(self, request: str, session: str | None) -> None:
+        """A turn is queued: what its session left is awaited."""
+        name = session or ALONE + request
+        owner = self._owner(name)
+        owner.queued.add(request)
+        self._returns.started(name, self._clock())
+
+    def ended(self, request: str, session: str | None, told: Told, stop: str, block_ids: Iterable[int]) -> None:
+        """The turn is over; its blocks are about to be freed."""
+        name, now = session or ALONE + request, self._clock()
+        owner = self._owner(name)
+        owner.queued.discard(request)
+        owner.hint, owner.since_s = told.hint, now
+        owner.turns += 1
+        self._turns += 1
+        self._returns.paused(name, now, told.stop or (stop if session else "alone"), told.tools)
+        self.free.own(block_ids, name, lambda owner_name: SHARED + owner_name)
+
+    def note(self, session: str, told: Told) -> None:
+        """News of a paused session: its hint, and what it waits for."""
+        owner = self._owner(session)
+        owner.hint, owner.since_s = told.hint, self._clock()
+        if (told.stop or told.tools) and not owner.queued:
+            self._returns.paused(session, self._clock(), told.stop or "tool_calls", told.tools)
+        self.free.outdate()
+
+    def step(self) -> None:
+        """Once per engine step: an order that is old is asked for anew when blocks are next taken from it."""
+        now = self._clock()
+        if now - self._ordered_at >= self._reorder_s:
+            self._ordered_at = now
+            self.free.outdate()
+
+    def figures(self) -> Figures:
+        held: dict[str, int] = {}
+        for run in self.free.runs.values():
+            if run.owner and not run.owner.startswith((SHARED, ALONE, LOOSE)):
+                held[run.owner] = held.get(run.owner, 0) + len(run.blocks)
+        return Figures(self.free.num_free_blocks, held, self._block_tokens, self._turns, self.refused_hints)
+
+    def _owner(self, name: str) -> _Owner:
+        owner = self._owners.pop(name, None) or _Owner()
+        self._owners[name] = owner
+        while len(self._owners) > self._max_owners:
+            self._owners.popitem(last=False)
+        return owner
+
+    def _used(self, run: Run) -> None:
+        if run.owner.startswith((SHARED, ALONE, LOOSE)):
+            self._returns.started(run.owner, self._clock())
+
+    def _rank(self, runs: Mapping[int, Run]) -> list[int]:
+        now = self._clock()
+        states = [self._state(run, now) for run in islice(runs.values(), MAX_RANKED)]
+        for number in [n for n in self._born if n not in runs]:
+            del self._born[number]
+        return [int(give.name) for give in order(states, self._returns, now)]
+
+    def _state(self, run: Run, now: float) -> State:
+        name = run.owner or f"{LOOSE}{run.number}"
+        owner = self._owners.get(name)
+        if run.number not in self._born:
+            self._born[run.number] = (now, owner.turns if owner else 0)
+            if owner is None:
+                self._returns.paused(name, now, "shared" if name.startswith(SHARED) else "alone")
+        since, turns = self._born[run.number]
+        if owner is None:
+            return State(str(run.number), name, len(run.blocks), since)
+        return State(
+            str(run.number),
+            name,
+            len(run.blocks),
+            min(since, owner.since_s) if owner.since_s else since,
+            superseded=self._superseded(run, owner, turns),
+            awaited=bool(owner.queued),
+            hint=owner.hint,
+        )
+
+    def _superseded(self, run: Run, owner: _Owner, turns: int) -> bool:
+        """A later turn ended that went on from an earlier point of it, or two that used nothing of it."""
+        later = owner.turns - turns
+        return later >= 1 and (run.used or later >= 2)

@@ -1,0 +1,190 @@
+"""Hints, and which session's blocks go first in a pool like vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsteward.errors import ProtocolError
+from kvsteward.kv.vllm.hints import FIELD, Told, parse
+from kvsteward.kv.vllm.steward import Steward
+from kvsteward.policy.retention import Hint
+
+
+@dataclass(eq=False)
+class Block:
+    block_id: int
+    prev_free_block: Any = None
+    next_free_block: Any = None
+
+
+@dataclass
+class Pool:
+    """Turns of whole blocks on a steward; a session's blocks are its path, head first."""
+
+    size: int
+    now: float = 0.0
+    paths: dict[str, list[Block]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.steward = Steward([Block(i) for i in range(self.size)], lambda: self.now, block_tokens=16, reorder_s=0)
+        self.turn_number = 0
+
+    def turn(self, session: str, blocks: int, told: Told | None = None, pause_s: float = 1.0) -> int:
+        """One turn; returns how many blocks it reused. The same ids in a path mean that nothing took them since."""
+        told = told or Told()
+        self.turn_number += 1
+        request, free = f"r{self.turn_number}", self.steward.free
+        self.steward.began(request, session)
+        self.steward.step()
+        path, reused = self.paths.get(session, []), []
+        where = {b.block_id for b in free.get_all_free_blocks()}
+        for block in path[:blocks]:
+            if block.block_id not in where or self.lost(session, block):
+                break
+            reused.append(block)
+        for block in reused:
+            free.remove(block)
+        fresh = free.popleft_n(blocks - len(reused))
+        for block in fresh:
+            for other in self.paths.values():
+                if block in other:
+                    del other[other.index(block) :]
+        used = [*reused, *fresh]
+        self.paths[session] = list(used)
+        self.now += 0.5
+        self.steward.ended(request, session, told, "stopped", [b.block_id for b in used])
+        free.append_n(used[::-1])
+        free.check()
+        assert free.num_free_blocks == self.size
+        self.now += pause_s
+        return len(reused)
+
+    def lost(self, session: str, block: Block) -> bool:
+        return block not in self.paths[session]
+
+
+def test_a_session_is_reused_and_figures_say_what_it_holds():
+    pool = Pool(10)
+    assert pool.turn("a", 3) == 0
+    assert pool.turn("a", 4) == 3
+    figures = pool.steward.figures()
+    assert figures.sessions == {"a": 4}
+    assert figures.tokens("a") == 64
+    assert figures.turns == 2
+
+
+def test_a_final_session_gives_its_blocks_first_though_it_is_the_newest():
+    pool = Pool(8)
+    pool.turn("a", 4)
+    pool.turn("b", 4, Told(Hint(final=True)))
+    pool.turn("c", 4)
+    assert pool.turn("a", 4) == 4
+
+
+def test_a_ttl_keeps_a_session_over_newer_ones_and_then_ends():
+    pool = Pool(8)
+    pool.turn("a", 4, Told(Hint(ttl_s=100)))
+    pool.turn("b", 4)
+    pool.turn("c", 4)
+    assert pool.turn("a", 4, Told(Hint(ttl_s=5)), pause_s=50) == 4
+    pool.turn("d", 4)
+    assert pool.turn("a", 4) == 0
+
+
+def test_ask_for_more_than_is_unprotected_is_given():
+    pool = Pool(8)
+    pool.turn("a", 8, Told(Hint(ttl_s=1000)))
+    assert pool.turn("b", 8) == 0
+
+
+def test_what_a_queued_turn_awaits_is_kept():
+    pool = Pool(8)
+    pool.turn("a", 4)
+    pool.turn("b", 4)
+    pool.steward.began("queued", "a")
+    pool.turn("c", 4)
+    assert pool.turn("a", 4) == 4
+
+
+def test_a_note_of_a_slow_tool_lets_its_session_go_first():
+    """`slow` always takes 1,000 s, `fast` 1 s; a note says which of the two the paused session waits for."""
+    pool = Pool(8)
+    for tool, pause_s in (("slow", 1000.0), ("fast", 1.0)):
+        for _ in range(40):
+            pool.turn(tool, 2, Told(stop="tool_calls", tools=(tool,)), pause_s=pause_s)
+    pool.turn("x", 4)
+    pool.turn("y", 4, pause_s=0)
+    pool.steward.note("x", Told(stop="tool_calls", tools=("fast",), note=True))
+    pool.steward.note("y", Told(stop="tool_calls", tools=("slow",), note=True))
+    pool.now += 0.5
+    pool.turn("z", 4, pause_s=0)
+    assert pool.turn("x", 4) == 4
+
+
+def test_round_robin_beyond_the_pool_is_reused_where_lru_reuses_nothing():
+    """8 sessions of 10 blocks, 60 blocks: LRU always evicts just what comes next."""
+    pool, lru = Pool(60), Pool(60)
+    lru.steward.free.ranked_by(None)
+    reused, by_lru = 0, 0
+    for turn in range(8 * 12):
+        reused += pool.turn(f"s{turn % 8}", 10)
+        by_lru += lru.turn(f"s{turn % 8}", 10)
+    assert by_lru == 0
+    assert reused > 0.4 * 8 * 12 * 10
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcd"),
+            st.integers(1, 10),
+            st.builds(Hint, ttl_s=st.none() | st.floats(0, 50), final=st.booleans()),
+            st.floats(0, 60),
+        ),
+        max_size=25,
+    )
+)
+def test_any_turns_keep_the_totals_and_are_never_refused(turns):
+    pool = Pool(12)
+    for session, blocks, hint, pause_s in turns:
+        pool.turn(session, blocks, Told(hint), pause_s)
+
+
+def test_hints_are_read():
+    body = {
+        "version": 1,
+        "class": "batch",
+        "ttl_s": 5,
+        "final": True,
+        "stop": "tool_calls",
+        "tools": ["t"],
+        "note": True,
+    }
+    assert parse({FIELD: body}) == Told(Hint(5.0, True, "batch"), "tool_calls", ("t",), True)
+    assert parse(None) == parse({"do_remote_prefill": True}) == parse({FIELD: {"version": 1}}) == Told()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"version": 2},
+        {"version": 1, "ttl": 5},
+        {"version": 1, "ttl_s": -1},
+        {"version": 1, "ttl_s": float("nan")},
+        {"version": 1, "final": "yes"},
+        {"version": 1, "class": "urgent"},
+        {"version": 1, "tools": "run"},
+        {"version": 1, "tools": ["t"] * 17},
+        {"version": 1, "stop": "x" * 129},
+        "final",
+    ],
+)
+def test_wrong_hints_are_refused(body):
+    with pytest.raises(ProtocolError):
+        parse({FIELD: body})
