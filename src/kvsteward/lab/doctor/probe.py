@@ -18,7 +18,7 @@ from kvsteward.engines.base import EngineLoad
 from kvsteward.engines.http import HttpClient, HttpOptions
 from kvsteward.engines.metrics import LLAMA_SERVER, SGLANG, VLLM, parse_load
 from kvsteward.engines.registry import detect
-from kvsteward.errors import EngineError, EngineUnavailableError
+from kvsteward.errors import ConfigError, EngineError, EngineUnavailableError
 from kvsteward.lab.doctor.clients import count_clients
 from kvsteward.lab.doctor.gpu import read_gpus
 from kvsteward.lab.doctor.observation import Gpu, Reading, Setup, Slot
@@ -55,13 +55,17 @@ class Probe:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         url = url if "://" in url else f"http://{url}"
         url = url.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
+        try:
+            parsed = URL(url)
+        except ValueError as error:
+            raise ConfigError(f"not a URL: {url!r} ({error})", hint="Give it as http://HOST:PORT.") from error
         self._options = HttpOptions(url=url, api_key=api_key, probe_timeout_s=_TIMEOUT_S)
         self._client = HttpClient(self._options)
         self._setup = Setup("openai")
         self._sessions: tuple[int, ...] = ()
         self._model_path: str | None = None
-        self._local = URL(url).host in _LOCAL
-        self._port = URL(url).port
+        self._local = parsed.host in _LOCAL
+        self._port = parsed.port
 
     async def __aenter__(self) -> Self:
         self._client.open()

@@ -35,7 +35,7 @@ def show_doctor(options: DoctorOptions, *, as_json: bool, watch: bool) -> None:
                 Console().print(rendered(report))
             if not watch or options.url is None:
                 return
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):  # asyncio gives the one or the other for the same Ctrl-C
         return
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from kvsteward.lab.doctor.finding import Check, Clear, Finding, Lever, Severity
+from kvsteward.lab.doctor.finding import CannotJudge, Check, Clear, Finding, Lever, Severity
 from kvsteward.lab.doctor.knobs import Knob
 from kvsteward.lab.doctor.observation import Observation, share
 
 _MOSTLY = 0.6
-_LEAST_READINGS = 3
 _LOW_USE = {"sglang": 0.9}
 _LOW_USE_ELSEWHERE = 0.5
 
@@ -15,7 +14,9 @@ _LOW_USE_ELSEWHERE = 0.5
 def judge(o: Observation) -> Finding | Clear:
     waiting, running = o.seen("waiting"), o.seen("running")
     queued = share(waiting, 1)
-    if queued < _MOSTLY or len(waiting) < _LEAST_READINGS:
+    if o.since_start and queued:
+        raise CannotJudge("one page only: a queue may be a moment")
+    if queued < _MOSTLY:
         return Clear("nobody waits for long")
     slots = o.setup.dialect == "llama-server"
     evidence = [
@@ -65,7 +66,7 @@ def _remedies(o: Observation, running: int, waiting: int) -> tuple[str, ...]:
 CHECK = Check(
     "queue-low-use",
     "requests wait in most readings while KV usage stays low",
-    "60 % of 3 or more readings; usage under 90 % (SGLang) or 50 % (elsewhere: no source states one)",
+    "60 % of the readings; usage under 90 % (SGLang) or 50 % (elsewhere: no source states one)",
     "docs.sglang.io hyperparameter tuning; NVIDIA retail-shopping-assistant PR#95",
     judge,
 )

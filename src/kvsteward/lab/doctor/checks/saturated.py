@@ -9,13 +9,12 @@ from kvsteward.lab.doctor.observation import Observation, median, share
 
 _FULL = 0.9
 _MOSTLY = 0.5
-_LEAST_READINGS = 3
 
 
 def judge(o: Observation) -> Finding | Clear:
     usage, waiting = o.seen("kv_usage_ratio"), o.seen("waiting")
-    if len(waiting) < _LEAST_READINGS and not o.since_start:
-        raise CannotJudge("too few readings")
+    if o.since_start and max(waiting) > 0:
+        raise CannotJudge("one page only: a queue may be a moment")
     if median(usage) < _FULL or share(waiting, 1) < _MOSTLY:
         return Clear(f"KV usage {median(usage):.0%}, {median(waiting):.0f} waiting")
     busy = [gpu.busy_ratio for reading in o.readings for gpu in reading.gpus if gpu.busy_ratio is not None]
