@@ -184,6 +184,32 @@ def plan(
     found.check()
 
 
+@app.command()
+def doctor(
+    url: Annotated[str | None, typer.Argument(help="An engine's URL, or that of a kvsteward gateway.")] = None,
+    window: Annotated[float, typer.Option(help="Seconds to look.")] = 60,
+    flags: Annotated[str | None, typer.Option(help="The engine's command line, for what it does not report.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again and again until interrupted.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a window.")] = False,
+    metrics: Annotated[
+        list[Path] | None,
+        typer.Option(help="A saved metrics page in place of a URL; twice for the start and the end of a window."),
+    ] = None,
+    requests: Annotated[
+        Path | None, typer.Option(help="Chat requests, one JSON object a line: finds what breaks their common front.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="The model's config.json, its folder, or a GGUF file.")] = None,
+    torch: Annotated[Path | None, typer.Option(help="JSON of torch.cuda.memory_stats() from the engine.")] = None,
+    key: Annotated[str | None, typer.Option(help="API key of the engine.", envvar="KVSTEWARD_UPSTREAM_KEY")] = None,
+) -> None:
+    """Look at a live engine and say what is wrong with its KV cache, why, and which flag to change."""
+    from kvsteward.lab.doctor.run import DoctorOptions
+    from kvsteward.lab.doctor.show import show_doctor
+
+    options = DoctorOptions(url, window, flags, metrics or (), requests, config, torch, key)
+    show_doctor(options, as_json=as_json, watch=watch)
+
+
 sessions_app = typer.Typer(no_args_is_help=True, help="Look into a store of session logs.")
 app.add_typer(sessions_app, name="sessions")
 Store = Annotated[str | None, typer.Option(help="The store that `kvsteward serve` was given.")]

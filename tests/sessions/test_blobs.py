@@ -34,7 +34,12 @@ def fill(store, make, *messages, id_="s1"):
     return entries
 
 
-@given(st.lists(st.one_of(st.binary(max_size=40), st.sampled_from([BIG.encode(), OTHER.encode(), b"data:image/png;"])), max_size=6))
+@given(
+    st.lists(
+        st.one_of(st.binary(max_size=40), st.sampled_from([BIG.encode(), OTHER.encode(), b"data:image/png;"])),
+        max_size=6,
+    )
+)
 def test_what_is_cut_is_mended(parts):
     raw = b"".join(parts)
     left, places, taken = cut(raw)
