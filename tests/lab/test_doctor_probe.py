@@ -69,16 +69,16 @@ async def test_an_idle_engine_is_healthy(imitates: str) -> None:
 async def test_a_queue_with_room_in_the_pool() -> None:
     """The clients are real connections of another process, so that they can be counted."""
     options = ScriptedOptions(imitates="vllm", max_running=1, decode_tokens_per_s=20)
-    async with running_scripted(ScriptedEngine(options, answers=lambda _: "word " * 400)) as url:
-        async with aiohttp.ClientSession() as clients:
-            body = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 400}
-            replies = [asyncio.create_task(clients.post(f"{url}/v1/chat/completions", json=body)) for _ in range(4)]
-            report = orjson.loads((await asyncio.to_thread(run_doctor, url, "--window", "1.5", "--json")).stdout)
-            for waiting in replies:
-                if waiting.done():
-                    waiting.result().close()
-                waiting.cancel()
-            await asyncio.gather(*replies, return_exceptions=True)
+    engine = ScriptedEngine(options, answers=lambda _: "word " * 400)
+    async with running_scripted(engine) as url, aiohttp.ClientSession() as clients:
+        body = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 400}
+        replies = [asyncio.create_task(clients.post(f"{url}/v1/chat/completions", json=body)) for _ in range(4)]
+        report = orjson.loads((await asyncio.to_thread(run_doctor, url, "--window", "1.5", "--json")).stdout)
+        for waiting in replies:
+            if waiting.done():
+                waiting.result().close()
+            waiting.cancel()
+        await asyncio.gather(*replies, return_exceptions=True)
     assert [finding["check"] for finding in report["findings"]] == ["queue-low-use"]
     assert report["verdict"] == "tune"
     assert report["findings"][0]["do"][0] == "--max-num-seqs 4"

@@ -102,7 +102,8 @@ def test_a_queue_with_low_use(roomy: Running) -> None:
 def test_clients_that_leave(roomy: Running) -> None:
     def leave(number: int) -> None:
         client = roomy.begin(f"Tell me of number {number}.", 800)
-        client.getresponse().read(1)
+        with client.getresponse() as answer:  # it holds the socket, too
+            answer.read(1)
         client.close()
 
     deadline = time.monotonic() + 60
