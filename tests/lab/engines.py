@@ -44,7 +44,7 @@ class Running:
     def chat(self, messages: list[dict[str, str]] | str, tokens: int, **fields: Any) -> Any:
         """One answer. Fails on an error status."""
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        headers = {"Content_Type": "application/json", "Authorization": f"Bearer {self.key or 'none'}"}
         body = {"messages": messages, "max_tokens": tokens, "temperature": 0, **fields}
         answer = e2e.fetch(f"{self.url}/v1/chat/completions", body, timeout_s=200, **headers)
         assert "choices" in answer, answer
@@ -136,7 +136,7 @@ def vllm_server(folder: Path, *options: str) -> Iterator[Running]:
 def tokens_of(engine: Running, text: str) -> int:
     """vLLM's own count of a one-message prompt."""
     body = {"model": "smol", "messages": [{"role": "user", "content": text}]}
-    return int(e2e.fetch(f"{engine.url}/tokenize", body)["count"])
+    return int(e2e.fetch(f"{engine.url}/tokenize", body, Content_Type="application/json")["count"])
 
 
 def metric(engine: Running, name: str) -> float:

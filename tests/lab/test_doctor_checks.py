@@ -82,8 +82,10 @@ FOUND: dict[str, list[Callable[[], Observation]]] = {
     ],
     "abandoned": [
         lambda: look("vllm", SERVED, replace(LATER, ended=MANY)),
+        # As vLLM 0.32 does: it counts no abort; 20 had a first token, 10 ended, none runs.
+        lambda: look("vllm", SERVED, replace(LATER, running=0, ended={"stop": 50, "abort": 0})),
         lambda: look("llama-server", *[llama(requests_processing=2)] * 3, clients=[0, 0, 0], slots=slots(True, True)),
-        lambda: look("vllm", STUCK, STUCK, replace(STUCK, generated=8_000), window_s=20),
+        lambda: look("vllm", STUCK, STUCK, replace(STUCK, generated=9_000), window_s=20),
         lambda: look("sglang", *[sglang(num_running_reqs=3)] * 4, clients=[1, 1, 0, 1]),
     ],
     "prefix-off": [
@@ -181,6 +183,10 @@ CLEAR: dict[str, list[Callable[[], Observation]]] = {
     "abandoned": [
         healthy,
         lambda: look("vllm", SERVED, replace(LATER, ended={"stop": 60, "abort": 2})),
+        # Twenty had a first token, ten ended, ten still run.
+        lambda: look("vllm", SERVED, replace(LATER, running=10, ended={"stop": 50, "abort": 0})),
+        # Running for long after short answers, but no longer than answers may be.
+        lambda: look("vllm", *[STUCK] * 2, replace(STUCK, generated=7_000), window_s=20, clients=[2, 2, 2]),
         # A long answer that somebody waits for.
         lambda: look("llama-server", *[llama(requests_processing=1)] * 3, clients=[1, 1, 1], slots=slots(True)),
         # A request that had just begun when its client was not yet counted.
