@@ -69,15 +69,8 @@ async def test_an_idle_engine_is_healthy(imitates: str) -> None:
 async def test_a_queue_with_room_in_the_pool() -> None:
     """The clients are real connections of another process, so that they can be counted."""
     options = ScriptedOptions(imitates="vllm", max_running=1, decode_tokens_per_s=20)
-<<<<<<< HEAD
-    async with (
-        running_scripted(ScriptedEngine(options, answers=lambda _: "word " * 400)) as url,
-        aiohttp.ClientSession() as clients,
-    ):
-=======
     engine = ScriptedEngine(options, answers=lambda _: "word " * 400)
     async with running_scripted(engine) as url, aiohttp.ClientSession() as clients:
->>>>>>> doctor
         body = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 400}
         replies = [asyncio.create_task(clients.post(f"{url}/v1/chat/completions", json=body)) for _ in range(4)]
         report = orjson.loads((await asyncio.to_thread(run_doctor, url, "--window", "1.5", "--json")).stdout)
