@@ -96,10 +96,10 @@ def test_a_context_far_above_what_is_used(server: Running) -> None:
 
 def test_a_front_that_changes_each_turn(server: Running, tmp_path: Path) -> None:
     bodies = []
-    once = server.seconds_of(lambda: server.chat(f"Warm up. {WORDS * 6}", 2))
+    once = server.seconds_of(lambda: server.chat(f"Warm up. {WORDS * 20}", 2))
 
     def turn(number: int) -> None:
-        messages = [{"role": "user", "content": f"It is {10 + number % 12}:{number % 50 + 10}. {WORDS * 6}"}]
+        messages = [{"role": "user", "content": f"It is {10 + number % 12}:{number % 50 + 10}. {WORDS * 20}"}]
         bodies.append({"messages": messages})
         server.chat(messages, 2)
         time.sleep(0.5)  # slower than the doctor looks, so that it sees each

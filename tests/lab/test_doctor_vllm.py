@@ -67,7 +67,7 @@ def test_a_front_that_changes_each_turn(roomy: Running) -> None:
 
     once = roomy.seconds_of(lambda: turn(49))
     with driving(turn):
-        report = doctor(roomy, max(5, 9 * once))
+        report = doctor(roomy, max(5, 8 * once))
     assert set(found(report)) == {"prefix-broken"}
     assert report["verdict"] == "tune"
 
@@ -135,7 +135,7 @@ def test_a_pool_too_small(small: Running) -> None:
         text += " one"
 
     def crowd(_: int = 0) -> None:
-        together(small, [f"{text} {number}" for number in range(8)], 30)
+        together(small, [f"{text} {number}" for number in range(8)], 12)
 
     crowd()  # the first time is slower
     once = small.seconds_of(crowd)
