@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,8 +18,6 @@ from kvsteward.engines.scripted import ScriptedEngine, ScriptedOptions
 from kvsteward.engines.scripted_server import running_scripted
 from kvsteward.engines.sglang import SglangEngine
 from kvsteward.engines.vllm import VllmEngine
-
-VLLM_URL = os.environ.get("KVSTEWARD_TEST_VLLM_URL")
 
 TOOLS = [
     {
@@ -93,18 +90,12 @@ KINDS = [
     "scripted",
     *ADAPTERS,
     pytest.param("embedded", marks=pytest.mark.embedded),
-    pytest.param(
-        "real-vllm",
-        marks=[
-            pytest.mark.vllm,
-            pytest.mark.skipif(VLLM_URL is None, reason="KVSTEWARD_TEST_VLLM_URL names no running vLLM"),
-        ],
-    ),
+    pytest.param("real-vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(400)]),
 ]
 
 
 @asynccontextmanager
-async def started(kind: str) -> AsyncIterator[Engine]:
+async def started(kind: str, vllm_url: str | None = None) -> AsyncIterator[Engine]:
     """One engine of a kind, started; closed at the end. The URL adapters talk to a scripted engine behind uvicorn."""
     if kind == "scripted":
         engine: Engine = ScriptedEngine(answers=long_or_short)
@@ -117,8 +108,8 @@ async def started(kind: str) -> AsyncIterator[Engine]:
         yield engine
         await engine.close()
     elif kind == "real-vllm":
-        assert VLLM_URL is not None
-        engine = VllmEngine(HttpOptions(url=VLLM_URL, probe_timeout_s=20))
+        assert vllm_url is not None
+        engine = VllmEngine(HttpOptions(url=vllm_url, probe_timeout_s=20))
         await engine.start()
         yield engine
         await engine.close()
@@ -139,5 +130,6 @@ def long_or_short(body: Any) -> str:
 
 @pytest.fixture(params=KINDS)
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
-    async with started(request.param) as one:
+    vllm_url = request.getfixturevalue("vllm_server").url if request.param == "real-vllm" else None
+    async with started(request.param, vllm_url) as one:
         yield one

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
-from tests.engines.conftest import PLAIN, VLLM_URL, chat, events, read
+from tests.engines.conftest import PLAIN, chat, events, read
 
 from kvsteward.engines.http import HttpOptions
 from kvsteward.engines.scripted import Fault, ScriptedEngine, ScriptedOptions
@@ -70,10 +70,9 @@ async def test_own_requests_in_flight_are_no_zombies() -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(VLLM_URL is None, reason="KVSTEWARD_TEST_VLLM_URL names no running vLLM")
-async def test_real_vllm_takes_the_request_id_and_reports_its_pool() -> None:
-    assert VLLM_URL is not None
-    engine = VllmEngine(HttpOptions(url=VLLM_URL))
+@pytest.mark.timeout(400)
+async def test_real_vllm_takes_the_request_id_and_reports_its_pool(vllm_server) -> None:
+    engine = VllmEngine(HttpOptions(url=vllm_server.url))
     info = await engine.start()
     request = chat(PLAIN, "my-request-id", model=info.models[0], max_tokens=2)
     _, data = await read(engine, request)

@@ -21,7 +21,7 @@ import pytest
 
 def _e2e() -> Any:
     """The helpers of the end-to-end tests (processes, ports, requests)."""
-    path = Path(__file__).resolve().parents[1] / "e2e" / "conftest.py"
+    path = Path(__file__).resolve().parents[1] / "conftest.py"
     spec = importlib.util.spec_from_file_location("kvsteward_e2e_helpers", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,6 +1,6 @@
-"""Whole processes: `kvsteward serve` in front of a real engine, driven over HTTP as users do.
+"""Real engines as processes, for every room; and `kvsteward serve` in front of them, driven over HTTP as users do.
 
-The same tests run on llama.cpp (always) and on vLLM (marked `vllm`; needs `make setup-vllm`). The engine runs beside
+The same end-to-end tests run on llama.cpp (always) and on vLLM (marked `vllm`; needs `make setup-vllm`). The engine runs beside
 the gateway, so that its own endpoints can be asked what it really does.
 """
 
@@ -25,7 +25,7 @@ import pytest
 
 from kvsteward.engines.embedded import default_model
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 VLLM_MODEL = ROOT / ".venv-vllm" / "smollm2"
 KEY = "e2e"
