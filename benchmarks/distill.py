@@ -99,12 +99,6 @@ def _hints(messages: list[dict[str, Any]], i: int, facts: ModuleType) -> Hints:
     return Hints(question, frozenset(mentions), name, arguments)
 
 
-def head_tail(text: str, limit: int) -> str:
-    """The control: head and tail by characters, about half of the limit each."""
-    chars = limit * 3
-    return text if len(text) <= chars else f"{text[: chars // 2]}\n…\n{text[-chars // 2 :]}"
-
-
 def measure(found: list[Output], limit: int, count: CountTokens, facts: ModuleType, missed: bool) -> dict[str, Any]:
     """Pooled ratio, kept shares, per source, and times, at one flat limit."""
     rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * 7)

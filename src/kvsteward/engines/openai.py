@@ -82,6 +82,20 @@ class OpenAIEngine(Engine):
     async def confirm_released(self, request_id: str, *, within_s: float) -> bool:
         return False
 
+    async def _has_no_stranger(self) -> bool:
+        """Whether the engine's own figures show no more requests than we have open."""
+        load = await self.load()
+        if load.running is None:
+            return False
+        return load.running + (load.waiting or 0) <= self._in_flight
+
+    async def _tokenized(self, body: Mapping[str, Any], fields: tuple[str, ...]) -> int | None:
+        """The count of a `/tokenize` that takes messages; None where it does not."""
+        question = {name: body[name] for name in fields if name in body}
+        status, answer = await self._client.post_json("/tokenize", question)
+        count = answer.get("count") if status == 200 and isinstance(answer, dict) else None
+        return count if isinstance(count, int) else None
+
     async def release_session(self, session_id: str) -> bool:
         return False
 

@@ -52,10 +52,7 @@ class SglangEngine(OpenAIEngine):
 
     async def count_prompt_tokens(self, body: Mapping[str, Any]) -> int | None:
         """None for a server whose `/tokenize` takes plain text only."""
-        question = {name: body[name] for name in _TEMPLATE_FIELDS if name in body}
-        status, answer = await self._client.post_json("/tokenize", question)
-        count = answer.get("count") if status == 200 and isinstance(answer, dict) else None
-        return count if isinstance(count, int) else None
+        return await self._tokenized(body, _TEMPLATE_FIELDS)
 
     async def enter(self, request: EngineRequest) -> tuple[HttpReply, int | None]:
         if request.path in _RID_PATHS:
@@ -66,12 +63,6 @@ class SglangEngine(OpenAIEngine):
         """Aborts by id as well, since some releases miss a closed connection; then asks until the load agrees."""
         await self._client.post_json("/abort_request", {"rid": rid_of(request_id).decode()})
         return await poll_until(self._has_no_stranger, within_s)
-
-    async def _has_no_stranger(self) -> bool:
-        load = await self.load()
-        if load.running is None:
-            return False
-        return load.running + (load.waiting or 0) <= self._in_flight
 
     async def _server_info(self) -> dict[str, Any]:
         for path in _INFO_PATHS:

@@ -53,20 +53,11 @@ class VllmEngine(OpenAIEngine):
         return EngineLoad() if text is None else parse_load(text, VLLM)
 
     async def count_prompt_tokens(self, body: Mapping[str, Any]) -> int | None:
-        question = {name: body[name] for name in _TEMPLATE_FIELDS if name in body}
-        status, answer = await self._client.post_json("/tokenize", question)
-        count = answer.get("count") if status == 200 and isinstance(answer, dict) else None
-        return count if isinstance(count, int) else None
+        return await self._tokenized(body, _TEMPLATE_FIELDS)
 
     async def confirm_released(self, request_id: str, *, within_s: float) -> bool:
         """True once vLLM works on no more requests than we have open. If others use it too, that may never be."""
         return await poll_until(self._has_no_stranger, within_s)
-
-    async def _has_no_stranger(self) -> bool:
-        load = await self.load()
-        if load.running is None:
-            return False
-        return load.running + (load.waiting or 0) <= self._in_flight
 
     def _stamp(self, request: EngineRequest) -> Mapping[str, str]:
         stamped = dict(request.headers)

@@ -159,7 +159,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         """The engine must outlive any fault of ours."""
         try:
             yield self._steward
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001  # whatever it is, the engine goes on without us
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
