@@ -177,7 +177,7 @@ def test_kill_in_the_middle_of_a_load(own_server, monkeypatch):
         again = store.stage(names, PATIENCE_S)
         assert wait(again) < count
         again.release()
-        assert not tier.figures().up
+        until(lambda: isinstance(tier.holds(names[:1]), Miss) and not tier.figures().up, "it was not left alone")
         assert tier.figures().state.startswith("down: ")
         own_server.start()
         until(lambda: tier.holds(names[:1]) == [False], "the server was not found again")
