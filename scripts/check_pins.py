@@ -2,8 +2,9 @@
 
     python scripts/check_pins.py ENVIRONMENT_PYTHON [EXTRA ...]
 
-Asks that environment's pip for a dry run of this checkout with the extras (default: valkey) and compares its report with
-what is installed. Prints what would be added; exits with 1 and the list where a version would move. Installs nothing.
+Asks that environment's pip for a dry run of this checkout with the extras (default: valkey) and compares its report
+with what is installed. Prints what would be added; exits with 1 and the list where a version would move. Installs
+nothing.
 """
 
 from __future__ import annotations
