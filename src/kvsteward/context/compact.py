@@ -99,7 +99,7 @@ def compact(
         hidden_images=images.hidden_images,
         hidden_through=images.hidden_through,
     )
-    made = View(view.pinned, epoch, kept, known_for=view.known_for)
+    made = View(view.pinned, epoch, kept, known_for=view.known_for, moved=view.moved, tools=view.tools)
     total = made.estimate_tokens(tools_tokens)
     if total > marks.hard:
         raise ContextOverflowError(
@@ -123,9 +123,9 @@ def _plan_overflow(tokens: int, count: int, base: int, marks: Marks) -> ContextO
 
 
 def _recounted(kept: Sequence[Item], epoch: Epoch, estimator: Estimator) -> tuple[Item, ...]:
-    """Items with images, counted as the new epoch shows them."""
+    """Items with images or notes, counted as the new epoch shows them."""
     seen: set[str] = set()
-    return tuple(epoch.recounted(item, seen, estimator) if item.images else item for item in kept)
+    return tuple(epoch.recounted(item, seen, estimator) if item.images or item.note else item for item in kept)
 
 
 def _cut(items: Sequence[Item], room_tokens: int, keep_rounds: int) -> int:

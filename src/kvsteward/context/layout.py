@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvsteward.context.hygiene import Moved
 from kvsteward.context.images import shown
 from kvsteward.context.tokens import Estimator
 from kvsteward.wire.chat import OWN_FIELD, PINNED_ROLES, text_of
@@ -143,6 +144,10 @@ class View:
     known_items: int = 0
     known_for: str = ""
     """Names the tools and the model that the count is valid for."""
+    moved: tuple[Moved, ...] = ()
+    """What left the system prompt because it changes, as it was last noted."""
+    tools: Any = None
+    """The client's tools as the engine was shown them last."""
 
     @property
     def head(self) -> str:
@@ -213,6 +218,13 @@ def with_text(message: Message, text: str) -> Message:
         if rest:
             return {**message, "content": [{"type": "text", "text": text}, *rest]}
     return {**message, "content": text}
+
+
+def note_holder(items: Sequence[Item]) -> int | None:
+    """Which item a note is put after: the newest of a user, or else of a tool, behind the last answer."""
+    newest = [n for n in range(len(items) - 1, -1, -1) if items[n].role in {"user", "tool"}]
+    users = [n for n in newest if items[n].role == "user" and all(i.role in {"user", "tool"} for i in items[n:])]
+    return users[0] if users else newest[0] if newest else None
 
 
 def with_note(message: Message, note: str) -> Message:

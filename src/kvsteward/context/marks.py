@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from kvsteward.context.hygiene import Hygiene
 from kvsteward.context.plan import PlanRules
 from kvsteward.errors import ConfigError
 
@@ -36,6 +37,8 @@ class Policy:
     """Room kept for the answer where the request sets no limit (an eighth of the budget at the most)."""
     plan: PlanRules = field(default_factory=PlanRules)
     """What stays word for word."""
+    hygiene: Hygiene = field(default_factory=Hygiene)
+    """What is kept out of the front of the prompt."""
 
     def __post_init__(self) -> None:
         if not 0 < self.low_water_ratio < self.high_water_ratio <= 1:

@@ -13,7 +13,7 @@ Invariant: between compactions the rendered view of a turn is a prefix of the re
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -22,8 +22,9 @@ import orjson
 from kvsteward.context.compact import SUMMARY_INSTRUCTION, compact, droppable_tokens
 from kvsteward.context.distill.base import Hints
 from kvsteward.context.distill.registry import distil
+from kvsteward.context.hygiene import Moved, note_of
 from kvsteward.context.images import hashes
-from kvsteward.context.layout import HASH_CHARS, Epoch, Item, Message, View
+from kvsteward.context.layout import HASH_CHARS, Epoch, Item, Message, View, note_holder
 from kvsteward.context.marks import Marks, Policy
 from kvsteward.context.memory import argument_values, values
 from kvsteward.context.plan import PLAN, PlanRules, Room, kept_words, plan_of
@@ -78,6 +79,16 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
+class Note:
+    """What is shown after the message `hash` of what left the system prompt, and all that left it. `text` may be
+    empty: then nothing of it is to be shown."""
+
+    hash: str
+    text: str
+    moved: tuple[Moved, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """The view of this turn. `tokens` is its length, the engine's count if `exact`. `epoch` is set if this turn
     compacted."""
@@ -87,6 +98,7 @@ class Prepared:
     exact: bool
     reductions: tuple[Reduction, ...] = ()
     epoch: Epoch | None = None
+    note: Note | None = None
     marks: Marks = field(kw_only=True)
 
 
@@ -100,13 +112,17 @@ def prepare(
     policy: Policy,
     estimator: Estimator,
     force: bool = False,
+    moved: Sequence[Moved] | None = None,
 ) -> Generator[Question, Any, Prepared]:
     """The view with `arrivals` in it. `force` compacts in any case: the engine refused what the estimate allowed.
-    Raises ContextOverflowError if it cannot be made to fit."""
+    `moved` is what hygiene took out of this request's system prompt; None where the request has none. Raises
+    ContextOverflowError if it cannot be made to fit."""
     prior = view.for_tools(known_for)
     tools_tokens = estimator.json(tools)
     items, reductions = admit(prior, arrivals, marks, estimator, policy.plan)
+    items, note = _noted(prior, items, moved, estimator)
     view = prior.with_items(items)
+    view = view if note is None else replace(view, moved=note.moved)
     tokens, exact = view.estimate_tokens(tools_tokens), False
     doubt = int((view.unknown_tokens() if view.known_tokens else tokens) * _DOUBT)
     if force or tokens + doubt > marks.high:
@@ -119,8 +135,38 @@ def prepare(
     if not force and not _must_compact(view, tokens, marks):
         if tokens > marks.hard:
             raise _overflow(tokens, marks)
-        return Prepared(view, tokens, exact, tuple(reductions), marks=marks)
-    return (yield from _compacted(prior, view, tokens, reductions, tools_tokens, known_for, marks, policy, estimator))
+        return Prepared(view, tokens, exact, tuple(reductions), note=note, marks=marks)
+    view, note = _noted_again(view, note, estimator)
+    prepared = yield from _compacted(prior, view, tokens, reductions, tools_tokens, known_for, marks, policy, estimator)
+    return replace(prepared, note=note)
+
+
+def _noted(
+    prior: View, items: list[Item], moved: Sequence[Moved] | None, estimator: Estimator
+) -> tuple[list[Item], Note | None]:
+    """New items, the newest with a note of what changed in the system prompt since the last one."""
+    holder = note_holder(items)
+    if moved is None or tuple(moved) == prior.moved or holder is None:
+        return items, None
+    text = note_of(moved, prior.moved)
+    return _with_note(items, holder, text, estimator), Note(items[holder].hash, text, tuple(moved))
+
+
+def _noted_again(view: View, note: Note | None, estimator: Estimator) -> tuple[View, Note | None]:
+    """Before a compaction: the newest item gets all that is to be noted, since the items that had it may leave."""
+    text, holder = note_of(view.moved), note_holder(view.items)
+    if not text or holder is None:
+        return view, note
+    items = _with_note(view.items, holder, text, estimator)
+    return replace(view, items=tuple(items)), Note(items[holder].hash, text, view.moved)
+
+
+def _with_note(items: Sequence[Item], holder: int, text: str, estimator: Estimator) -> list[Item]:
+    found = list(items)
+    more = estimator.text(text) if text else 0
+    less = estimator.text(found[holder].note) if found[holder].note else 0
+    found[holder] = replace(found[holder], note=text, tokens=found[holder].tokens + more - less)
+    return found
 
 
 def _must_compact(view: View, tokens: int, marks: Marks) -> bool:

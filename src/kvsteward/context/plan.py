@@ -19,10 +19,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from kvsteward.context.layout import Item, PlanItem
+from kvsteward.context.patterns import compiled
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ConfigError
 from kvsteward.wire.chat import class_of, text_of
@@ -92,15 +92,6 @@ class Room:
     def of(cls, budget_tokens: int) -> Room:
         """An eighth of the budget for one text (512 at the most), a quarter for all."""
         return cls(min(512, budget_tokens // 8), budget_tokens // 4)
-
-
-@lru_cache(maxsize=512)
-def compiled(pattern: str, where: str) -> re.Pattern[str]:
-    """A pattern that an operator wrote. Raises ConfigError that names where it stands."""
-    try:
-        return re.compile(pattern, re.I)
-    except re.error as error:
-        raise ConfigError(f"{where}: {pattern!r} is not a regular expression: {error}", param=where) from None
 
 
 _MEASURE = Estimator()

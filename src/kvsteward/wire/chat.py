@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -210,6 +210,13 @@ def text_of(message: Mapping[str, Any]) -> str:
     if isinstance(content, list):
         return "\n".join(str(p.get("text", "")) for p in content if isinstance(p, dict) and p.get("text"))
     return ""
+
+
+def with_tools(request: ChatRequest, tools: Any) -> ChatRequest:
+    """The request with other tools."""
+    if tools is request.tools:
+        return request
+    return replace(request, body={**request.body, "tools": tools})
 
 
 def encode(
