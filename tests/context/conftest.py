@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvsteward.context.hygiene import Moved
 from kvsteward.context.layout import Item, View
 from kvsteward.context.marks import Policy
 from kvsteward.context.pipeline import Arrival, Count, Prepared, Summarise, prepare
@@ -39,7 +40,7 @@ class Driven:
     asked: list[Any] = field(default_factory=list)
     log: list[Any] = field(default_factory=list)
 
-    def say(self, *messages: dict[str, Any], force: bool = False) -> Prepared:
+    def say(self, *messages: dict[str, Any], force: bool = False, moved: Sequence[Moved] | None = None) -> Prepared:
         arrivals = []
         for message in messages:
             self.parent, self.depth = link(self.parent, message), self.depth + 1
@@ -54,6 +55,7 @@ class Driven:
             policy=self.policy,
             estimator=Estimator(),
             force=force,
+            moved=moved,
         )
         reply: Any = None
         while True:
