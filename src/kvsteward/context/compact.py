@@ -32,6 +32,8 @@ _REQUEST_SHARE, _SUMMARY_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.3, 160
 _REQUEST_CHARS, _LABEL_CHARS = 600, 48
 _LEFT = "Messages that left (hash, what it was, values in it):"
 _SLACK_TOKENS = 16
+_VALUE_TOKENS = 2
+"""What a value costs beside its text."""
 _MAX_MISSES = 20
 """Facts that do not fit any more before the others are not tried."""
 
@@ -265,12 +267,12 @@ def _first_sentence(text: str) -> str:
 def _value_lines(
     facts: Sequence[Fact], stubs: Sequence[Stub], shown_elsewhere: str, room: int, estimator: Estimator
 ) -> list[str]:
-    """One line for each message that left, with its values: best values first until the room is used, then the newest
-    messages without values."""
+    """One line for each message that left, with its values: those worth most for a token until the room is used, then
+    the newest messages without values."""
     by_hash = {stub.hash: stub for stub in stubs}
     chosen: dict[str, list[str]] = {}
     misses = 0
-    for fact in facts:
+    for fact in sorted(facts, key=lambda f: -f.score / (_VALUE_TOKENS + estimator.text(f.value))):
         if stands_in(fact.value, shown_elsewhere):
             continue
         head = _line_head(fact.source, by_hash.get(fact.source))

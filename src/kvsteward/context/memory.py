@@ -27,7 +27,12 @@ _NO_START, _NO_END = ",:;)]}|", ",:;([{|"
 _CAMEL = re.compile(r"[a-z][A-Z]")
 _DIGITS = re.compile(r"\d")
 
-CALLED, SAID, PRINTED = 3.0, 2.0, 1.0
+CALLED, SAID, PRINTED, REPEATED = 3.0, 2.0, 1.0, 0.5
+"""What a value is worth by who used it: an agent's call (for each one more), the user, a tool; and on top of it where
+the agent's text repeats it."""
+_CLOCK = re.compile(r"\d{1,2}:\d{2}")
+_CLOCK_RATIO = 0.3
+"""A time of day or a time stamp is seldom asked for by itself."""
 _AGEING = 0.85
 
 
@@ -131,14 +136,15 @@ def _leaves(arguments: Any) -> Iterable[str]:
             yield orjson.dumps(value).decode()
 
 
-def collect(dropped: Sequence[Item], earlier: Iterable[Fact], recent: Iterable[Item]) -> list[Fact]:
+def collect(dropped: Sequence[Item], earlier: Iterable[Fact], recent: Sequence[Item]) -> list[Fact]:
     """The facts of a dropped span and those carried from before, best first. `recent` (what stays in view) only tells
     which values are still in use."""
     used = Counter(v for item in (*dropped, *recent) for v in argument_values(item.message))
     said = {v for item in dropped if item.role == "user" for v in values(item.text)}
+    repeated = {v for item in (*dropped, *recent) if item.role == "assistant" for v in values(item.text)}
     facts: dict[str, Fact] = {}
     for fact in earlier:
-        kept = fact.score * _AGEING + (CALLED if used[fact.value] else 0)
+        kept = fact.score * _AGEING ** (len(dropped) / 8) + (CALLED if used[fact.value] else 0)
         facts[fact.value] = Fact(fact.value, fact.source, fact.depth, kept)
     newest = dropped[-1].depth if dropped else 0
     answers = {str(item.message.get("tool_call_id")): item for item in dropped if item.role == "tool"}
@@ -149,6 +155,8 @@ def collect(dropped: Sequence[Item], earlier: Iterable[Fact], recent: Iterable[I
         result = next((answers[i] for i in item.call_ids if i in answers), item)
         for value in found:
             base = CALLED + used[value] if used[value] else SAID if value in said else PRINTED / crowd
+            base += REPEATED if value in repeated else 0.0
+            base *= _CLOCK_RATIO if _CLOCK.search(value) else 1.0
             score = base * _AGEING ** ((newest - item.depth) / 8)
             before = facts.get(value)
             if before is None or score > before.score:
