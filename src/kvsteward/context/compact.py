@@ -19,7 +19,7 @@ import orjson
 from kvsteward.context.images import stale
 from kvsteward.context.layout import ACKNOWLEDGEMENT, HASH_CHARS, Epoch, Fact, Item, PlanItem, Stub, View, cuts
 from kvsteward.context.marks import Marks
-from kvsteward.context.memory import collect
+from kvsteward.context.memory import collect, stands_in, values
 from kvsteward.context.plan import PLAN, TRACE, PlanRules, Room, after, carried
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ContextOverflowError
@@ -35,6 +35,10 @@ _REQUEST_CHARS, _LABEL_CHARS = 600, 48
 _PLAN_HEADER = "Word for word, still to be followed:"
 _LEFT = "Messages that left (hash, what it was, values in it):"
 _SLACK_TOKENS = 16
+_VALUE_TOKENS = 2
+"""What a value costs beside its text."""
+_MAX_MISSES = 20
+"""Facts that do not fit any more before the others are not tried."""
 
 SUMMARY_INSTRUCTION = (
     "Summarise our conversation so far for your own later use, in at most {words} words. State: what the user wants, "
@@ -231,10 +235,22 @@ def _labels(items: Iterable[Item]) -> dict[str, str]:
     for item in items:
         for call in item.message.get("tool_calls") or ():
             function = call.get("function") or {}
-            arguments = " ".join(str(function.get("arguments") or "").split())
-            brief = arguments if len(arguments) <= _LABEL_CHARS else arguments[: _LABEL_CHARS - 3] + "..."
+            brief = _brief(str(function.get("arguments") or ""))
+            brief = brief if len(brief) <= _LABEL_CHARS else brief[: _LABEL_CHARS - 3] + "..."
             labels[call["id"]] = f"{function.get('name', 'call')} {brief}".strip()
     return labels
+
+
+def _brief(arguments: str) -> str:
+    """Arguments without JSON's marks; where there is one, its value alone: the tool's name says what it is."""
+    try:
+        given = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        given = None
+    if isinstance(given, dict):
+        told = {key: value if isinstance(value, str) else orjson.dumps(value).decode() for key, value in given.items()}
+        arguments = next(iter(told.values())) if len(told) == 1 else ", ".join(f"{k}={v}" for k, v in told.items())
+    return " ".join(arguments.split())
 
 
 def _stub(item: Item, labels: Mapping[str, str]) -> Stub:
@@ -271,41 +287,55 @@ def _middle_cut(text: str, chars: int) -> str:
 
 
 def _extract(earlier: str, dropped: Sequence[Item], room: int, estimator: Estimator) -> str:
-    """The extractive summary: the first sentence of what the assistant said, newest kept if not all fit."""
+    """The extractive summary: the first sentence of what the assistant said, each once. If not all fit, those with
+    values are kept first, the newest of them."""
     lines = [line for line in earlier.splitlines() if line.strip()]
     for item in dropped:
-        if item.role == "assistant" and item.text.strip():
-            first = item.text.strip().splitlines()[0]
+        if item.role == "assistant" and (first := _first_sentence(item.text)):
             lines.append(f"- {_middle_cut(first, 160)}")
-    chosen: list[str] = []
-    for line in reversed(lines):
+    lines = list(dict.fromkeys(reversed(lines)))  # newest first, what was said again only once
+    chosen: set[str] = set()
+    for line in sorted(lines, key=lambda line: not values(line)):
         cost = estimator.text(line)
         if cost > room and not chosen:
-            line = _middle_cut(line, len(line) * room // cost)
+            short = _middle_cut(line, len(line) * room // cost)
+            lines[lines.index(line)], line = short, short
         elif cost > room:
             break
         room -= cost
-        chosen.append(line)
-    return "\n".join(reversed(chosen))
+        chosen.add(line)
+    return "\n".join(line for line in reversed(lines) if line in chosen)
+
+
+def _first_sentence(text: str) -> str:
+    """The first line that says something: of three words at least, and no mark-up."""
+    for line in text.splitlines():
+        if len(line.split()) >= 3 and line.lstrip()[0] not in "<`{[":
+            return line.strip()
+    return ""
 
 
 def _value_lines(
     facts: Sequence[Fact], stubs: Sequence[Stub], shown_elsewhere: str, room: int, estimator: Estimator
 ) -> list[str]:
-    """One line for each message that left, with its values: best values first until the room is used, then the newest
-    messages without values."""
+    """One line for each message that left, with its values: those worth most for a token until the room is used, then
+    the newest messages without values."""
     by_hash = {stub.hash: stub for stub in stubs}
     chosen: dict[str, list[str]] = {}
-    for fact in facts:
-        if fact.value in shown_elsewhere:
+    misses = 0
+    for fact in sorted(facts, key=lambda f: -f.score / (_VALUE_TOKENS + estimator.text(f.value))):
+        if stands_in(fact.value, shown_elsewhere):
             continue
         head = _line_head(fact.source, by_hash.get(fact.source))
-        in_label = fact.value in head  # a call's arguments stand in the label of its result
+        in_label = stands_in(fact.value, head)  # a call's arguments stand in the label of its result
         cost = (0 if in_label else estimator.text(f", {fact.value}")) + (
             0 if fact.source in chosen else estimator.text(head)
         )
         if cost > room:
-            break
+            misses += 1
+            if misses > _MAX_MISSES:
+                break
+            continue
         room -= cost
         line = chosen.setdefault(fact.source, [])
         if not in_label:
