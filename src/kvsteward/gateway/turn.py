@@ -11,48 +11,30 @@ The life of a turn is a table; an illegal step raises StateError:
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
-from kvsteward.context.images import with_ids
-from kvsteward.context.layout import Item
 from kvsteward.context.marks import Marks
 from kvsteward.context.pipeline import Count, Prepared, Question, Summarise, prepare
-from kvsteward.context.recall import TOOL_NAME, with_room
-from kvsteward.engines.base import EngineReply, EngineRequest
-from kvsteward.errors import ContextOverflowError, EngineError, KVStewardError, StateError, StoreError, UnsupportedError
+from kvsteward.context.recall import with_room
+from kvsteward.engines.base import EngineRequest
+from kvsteward.errors import ContextOverflowError, EngineError, KVStewardError, StateError, UnsupportedError
 from kvsteward.gateway import recall
+from kvsteward.gateway.answer import AnswerLog, streamed, whole
 from kvsteward.gateway.desk import Resolved, public_id, tools_key
 from kvsteward.gateway.relay import EVENTS, JSON, ClientGone, Exchange
+from kvsteward.gateway.rounds import recalled
 from kvsteward.gateway.settings import Tenant
-from kvsteward.gateway.upstream import (
-    MAX_ERROR_BYTES,
-    PATH,
-    check_accepted,
-    check_ended,
-    collected,
-    events_of,
-    read_all,
-    veiled_events,
-    without_usage,
-)
+from kvsteward.gateway.upstream import MAX_ERROR_BYTES, PATH, check_accepted, collected, for_engine, read_all
 from kvsteward.policy.admission import Demand
 from kvsteward.wire.answer import AnswerReader
 from kvsteward.wire.chat import ChatRequest, encode, has_images, parse_chat
-from kvsteward.wire.fingerprint import link
 from kvsteward.wire.identity import identify
-from kvsteward.wire.sse import DONE, EventSplitter
-from kvsteward.wire.usage import Usage, parse_usage
-from kvsteward.wire.veil import Veil
+from kvsteward.wire.sse import EventSplitter
 
 if TYPE_CHECKING:
     from kvsteward.gateway.app import Steward
-
-logger = logging.getLogger("kvsteward")
 
 LIFE: Mapping[str, frozenset[str]] = {
     "received": frozenset({"prepared", "failed", "abandoned"}),
@@ -225,7 +207,9 @@ async def count(steward: Steward, request: ChatRequest, question: Count) -> int 
 async def summary(steward: Steward, turn: Turn, resolved: Resolved, question: Summarise) -> str | None:
     """The engine's rolling summary. None if it fails or takes too long: the pipeline then extracts one itself."""
     base = ChatRequest(_summary_body(turn.request), (), turn.request.model, True, True)
-    body = encode(base, messages=for_engine(steward, question.messages), stream=True, max_tokens=question.max_tokens)
+    body = encode(
+        base, messages=for_engine(steward.engine.info, question.messages), stream=True, max_tokens=question.max_tokens
+    )
     session_id = resolved.session.id
     demand = Demand(resolved.view.known_tokens + 64, question.max_tokens, returning=True)
     reader, splitter = AnswerReader(), EventSplitter()
@@ -270,7 +254,9 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
     room = prepared.marks.budget - prepared.tokens
     output = min(request.max_output_tokens or room, room)
     cap = output if steward.must_cap_output(request, prepared) else None
-    body = encode(request, messages=for_engine(steward, prepared.view.render()), stream=stream, max_tokens=cap)
+    body = encode(
+        request, messages=for_engine(steward.engine.info, prepared.view.render()), stream=stream, max_tokens=cap
+    )
     extra = recall.room_tokens(prepared) if turn.recall else 0
     demand = Demand(
         prepared.tokens + extra, max(1, min(output, room - extra)), returning=steward.residency.of(session_id) > 0
@@ -300,11 +286,6 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
     turn.step("done")
 
 
-def for_engine(steward: Steward, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The messages with what only this engine's dialect has."""
-    return with_ids(messages) if steward.engine.info.dialect == "vllm" else messages
-
-
 def saved_tokens(resolved: Resolved, prepared: Prepared) -> int:
     """How much longer the prompt would be if the whole history were sent."""
     arrived = {a.hash for a in resolved.arrivals}
@@ -317,172 +298,6 @@ def engine_headers(exchange: Exchange) -> dict[str, str]:
     """What of the client's headers an engine may need: tracing and its own routing, never the client's key."""
     keep = ("traceparent", "tracestate", "x-data-parallel-rank")
     return {name: exchange.headers[name] for name in keep if name in exchange.headers}
-
-
-class AnswerLog:
-    """Writes an answer into the log: drafts while it comes, the whole when it ends. Mutable, one for each turn."""
-
-    def __init__(self, steward: Steward, turn: Turn, resolved: Resolved, prepared: Prepared) -> None:
-        self._steward, self._turn = steward, turn
-        self.resolved, self.prepared = resolved, prepared
-        self.view_usage: Usage | None = None
-        """What the view and its answer take, where the engine was given more than the view."""
-        self._drafted_s = steward.now()
-        self._writing: asyncio.Task[None] | None = None
-        self.reader = AnswerReader()
-        self._ended = False
-
-    def maybe_draft(self, now: float) -> None:
-        """Keeps what was said so far, so that a crash loses less than a second of it."""
-        if now - self._drafted_s < self._steward.settings.draft_every_s or (self._writing and not self._writing.done()):
-            return
-        self._drafted_s = now
-        message = self.reader.message()
-        if message is not None:
-            self._writing = asyncio.create_task(self._draft(orjson.dumps(message)))
-
-    async def _draft(self, text: bytes) -> None:
-        desk, session = self._steward.desk, self.resolved.session
-        now = self._steward.wall()
-        try:
-            await desk.call(desk.store.draft, session.id, self._turn.id, self.resolved.head, text, now=now)
-        except StoreError as error:  # a draft is a safety net; the answer itself will fail loudly if the disk is full
-            logger.warning("cannot keep a draft of %s: %s", self._turn.id, error.message)
-
-    async def ended(self) -> None:
-        """The stream came to its end: what it said is in the log when this returns."""
-        reader = self.reader
-        await self.write(reader.message(), reader.usage, reader.finish or "stop", reader.response_id)
-
-    async def broken_off(self, finish: str) -> None:
-        """The turn ended early: what was said until then is kept."""
-        if not self._ended:
-            await self.write(self.reader.message(), self.reader.usage, finish, self.reader.response_id)
-
-    async def write(
-        self, message: dict[str, Any] | None, usage: Usage | None, finish: str, response_id: str | None
-    ) -> None:
-        """Ends the turn in the log. Without a word from the engine there is nothing to log."""
-        self._ended = True
-        if self._writing is not None:
-            await asyncio.wait([self._writing])
-        desk, view, session = self._steward.desk, self.prepared.view, self.resolved.session
-        if message is None:
-            return
-        estimate = desk.estimator.message(message)
-        spent, usage = usage, self.view_usage or usage
-        tokens = usage.output_tokens if usage and usage.output_tokens else estimate
-        if usage:  # a client may replace this answer by another: then the count of the prompt is still known
-            known = view.counted(usage.prompt_tokens, view.known_for)
-            desk.recount(session.id, self.resolved.head, known)
-        item = Item(link(self.resolved.head, message), view.depth + 1, message, tokens, tokens)
-        view = view.with_items([item])
-        if usage:
-            view = view.counted(usage.resident_tokens, view.known_for)
-        await desk.log_answer(
-            session.id,
-            self.resolved.head,
-            item.depth,
-            message,
-            finish=finish,
-            response_id=response_id,
-            tokens=tokens,
-            turn_id=self._turn.id,
-            view=view,
-        )
-        self._turn.open_in = None
-        if usage and spent:
-            self._steward.count_answer(self._turn, self.resolved, self.prepared, usage, spent)
-
-
-async def streamed(steward: Steward, exchange: Exchange, turn: Turn, reply: EngineReply, log: AnswerLog) -> None:
-    """The engine streams. The client gets the events as they come, or one whole answer if it asked for that."""
-    async for events in events_of(reply, log.reader):
-        await passed_on(steward, exchange, turn, log, events)
-    check_ended(log.reader)
-    await completed(exchange, turn, log)
-
-
-async def passed_on(steward: Steward, exchange: Exchange, turn: Turn, log: AnswerLog, events: bytes) -> None:
-    """Events on their way to the client, and now and then to the log."""
-    now = steward.now()
-    if turn.first_token_s is None:
-        turn.first_token_s = now
-        steward.telemetry.ttft.observe(now - turn.started_s)
-    log.maybe_draft(now)
-    if turn.request.stream:
-        if not exchange.started:
-            await exchange.start(200, EVENTS)
-        shown = events if turn.request.wants_usage else without_usage(events)
-        if shown:
-            await exchange.write(shown)
-
-
-async def completed(exchange: Exchange, turn: Turn, log: AnswerLog) -> None:
-    """The answer is whole: it goes into the log, then the client is told."""
-    await asyncio.shield(log.ended())
-    if turn.request.stream:
-        if not exchange.started:
-            await exchange.start(200, EVENTS)
-        await exchange.end(DONE)
-    else:
-        await exchange.reply_completion(log.reader.completion())
-
-
-async def recalled(steward: Steward, exchange: Exchange, turn: Turn, first: EngineRequest, log: AnswerLog) -> None:
-    """One answer in several rounds: as long as the model calls our tool alone, it is answered and goes on. The last
-    round has no such tool. The client sees one answer."""
-    session_id, prepared, veil = log.resolved.session.id, log.prepared, Veil(TOOL_NAME)
-    room, more = recall.room_tokens(prepared), list[Mapping[str, Any]]()
-    for left in range(steward.settings.recall_rounds, -1, -1):
-        veil.begin(more=left > 0)
-        request = replace(first, body=round_body(steward, turn, prepared, more, left)) if more else first
-        async with steward.engine.open(request) as reply:
-            await check_accepted(reply)
-            if turn.state == "waiting":
-                turn.step("streaming")
-            async for events in veiled_events(reply, veil, log.reader):
-                await passed_on(steward, exchange, turn, log, events)
-            check_ended(veil.round)
-        calls = [{**call, "id": call["id"] or f"recall_{len(more)}_{n}"} for n, call in enumerate(veil.end())]
-        if not calls:
-            break
-        answers = await recall.answer_calls(steward, session_id, log.resolved.head, prepared, calls, room)
-        room -= sum(steward.desk.estimator.message(message) for message in answers)
-        more += [{**(veil.round.message() or {}), "tool_calls": calls}, *answers]
-    usage, start = veil.last_event(), veil.first_prompt()
-    if usage:
-        log.reader.feed(usage)
-        await passed_on(steward, exchange, turn, log, usage)
-    if start and more:
-        said = steward.desk.estimator.message(log.reader.message() or {})
-        log.view_usage = replace(start, output_tokens=said)
-    await completed(exchange, turn, log)
-
-
-def round_body(steward: Steward, turn: Turn, prepared: Prepared, more: Sequence[Mapping[str, Any]], left: int) -> bytes:
-    """The view and the rounds so far. What they take is no longer free for the answer."""
-    request = turn.request if left else recall.withdrawn(turn.request)
-    used = sum(steward.desk.estimator.message(message) for message in more)
-    room = max(16, prepared.marks.budget - prepared.tokens - used)
-    output = min(request.max_output_tokens or room, room)
-    messages = for_engine(steward, [*prepared.view.render(), *more])
-    return encode(request, messages=messages, stream=True, max_tokens=output)
-
-
-async def whole(steward: Steward, exchange: Exchange, turn: Turn, reply: EngineReply, log: AnswerLog) -> None:
-    """The engine answers at once, and so do we, with its own bytes."""
-    try:
-        raw = await read_all(reply, 256 * 2**20)
-        answer = orjson.loads(raw)
-        choice = answer["choices"][0]
-    except (orjson.JSONDecodeError, LookupError, TypeError) as error:
-        raise EngineError(f"the engine's answer is not a chat completion: {error!r}") from error
-    usage = parse_usage(answer)
-    await asyncio.shield(
-        log.write(choice.get("message"), usage, choice.get("finish_reason") or "stop", answer.get("id"))
-    )
-    await exchange.reply_completion(answer, raw)
 
 
 async def passthrough(steward: Steward, exchange: Exchange, turn: Turn, raw: bytes) -> None:
