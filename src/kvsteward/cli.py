@@ -33,12 +33,13 @@ def _root() -> None:
 @app.command()
 def serve(
     engine: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="`embedded` (llama.cpp in a child process), or the engine's URL; what it speaks is found out. "
-            "`vllm=URL`, `sglang=URL`, `llama-server=URL` or `openai=URL` says so."
+            help="`embedded` (the default: llama.cpp in a child process), or the engine's URL; what it speaks is found "
+            "out. `vllm=URL`, `sglang=URL`, `llama-server=URL` or `openai=URL` says so. Several times for several "
+            "engines: each session stays at one, and goes on at another when that is down or drained."
         ),
-    ] = "embedded",
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one and prints it.")] = 8080,
     model: Annotated[Path | None, typer.Option(help="A GGUF file for the embedded engine. Default: SmolLM2.")] = None,
@@ -83,7 +84,7 @@ def serve(
     from kvsteward.gateway.serve import ServeOptions, run
 
     options = ServeOptions(
-        engine=engine, host=host, port=port, model=model, ctx=ctx, slots=slots, threads=threads, kv=kv,
+        engines=engine or ["embedded"], host=host, port=port, model=model, ctx=ctx, slots=slots, threads=threads, kv=kv,
         upstream_key=upstream_key, store=store or default_store(), budget=budget, mode=mode, ttl_s=ttl,
         log_days=log_days, high_water=high_water,
         low_water=low_water, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,

@@ -32,7 +32,7 @@ async def recalled(steward: Steward, exchange: Exchange, turn: Turn, first: Engi
     for left in range(steward.settings.recall_rounds, -1, -1):
         veil.begin(more=left > 0)
         request = replace(first, body=round_body(steward, turn, prepared, more, left)) if more else first
-        async with steward.engine.open(request) as reply:
+        async with turn.at.engine.open(request) as reply:
             await check_accepted(reply)
             if turn.state == "waiting":
                 turn.step("streaming")
@@ -42,7 +42,7 @@ async def recalled(steward: Steward, exchange: Exchange, turn: Turn, first: Engi
         calls = [{**call, "id": call["id"] or f"recall_{len(more)}_{n}"} for n, call in enumerate(veil.end())]
         if not calls:
             break
-        answers = await recall.answer_calls(steward, session_id, log.resolved.head, prepared, calls, room)
+        answers = await recall.answer_calls(steward, turn, session_id, log.resolved.head, prepared, calls, room)
         room -= sum(steward.desk.estimator.message(message) for message in answers)
         more += [{**(veil.round.message() or {}), "tool_calls": calls}, *answers]
     usage, start = veil.last_event(), veil.first_prompt()
@@ -61,5 +61,5 @@ def round_body(steward: Steward, turn: Turn, prepared: Prepared, more: Sequence[
     used = sum(steward.desk.estimator.message(message) for message in more)
     room = max(16, prepared.marks.budget - prepared.tokens - used)
     output = min(request.max_output_tokens or room, room)
-    messages = for_engine(steward.engine.info, [*prepared.view.render(), *more])
+    messages = for_engine(turn.at.info, [*prepared.view.render(), *more])
     return encode(request, messages=messages, stream=True, max_tokens=output)

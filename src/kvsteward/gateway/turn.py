@@ -19,10 +19,18 @@ from kvsteward.context.marks import Marks
 from kvsteward.context.pipeline import Count, Prepared, Question, Summarise, prepare
 from kvsteward.context.recall import with_room
 from kvsteward.engines.base import EngineRequest
-from kvsteward.errors import ContextOverflowError, EngineError, KVStewardError, StateError, UnsupportedError
+from kvsteward.errors import (
+    ContextOverflowError,
+    EngineError,
+    EngineUnavailableError,
+    KVStewardError,
+    StateError,
+    UnsupportedError,
+)
 from kvsteward.gateway import recall
 from kvsteward.gateway.answer import AnswerLog, streamed, whole
 from kvsteward.gateway.desk import Resolved, public_id, tools_key
+from kvsteward.gateway.fleet import Station
 from kvsteward.gateway.relay import EVENTS, JSON, ClientGone, Exchange
 from kvsteward.gateway.rounds import recalled
 from kvsteward.gateway.settings import Tenant
@@ -47,6 +55,10 @@ LIFE: Mapping[str, frozenset[str]] = {
 }
 
 
+class Condense(Exception):
+    """The engine finds the prompt too long, and a compaction has not been tried yet."""
+
+
 @dataclass(slots=True)
 class Turn:
     """One turn on its way. Mutable; `step` is the only way to change its state."""
@@ -55,6 +67,8 @@ class Turn:
     request: ChatRequest
     tenant: Tenant
     started_s: float
+    at: Station
+    """The engine that it goes to."""
     state: str = "received"
     open_in: str | None = None
     """The session that counts this turn as active, until its answer is logged or it fails."""
@@ -71,7 +85,7 @@ class Turn:
 async def chat(steward: Steward, exchange: Exchange, turn_id: str, tenant: Tenant) -> None:
     """`POST /v1/chat/completions`."""
     raw = await exchange.body(steward.settings.max_body_bytes)
-    turn = Turn(turn_id, parse_chat(raw), tenant, steward.now())
+    turn = Turn(turn_id, parse_chat(raw), tenant, steward.now(), steward.fleet.first)
 
     async def work() -> None:
         if mode_of(steward, exchange, tenant) == "passthrough":
@@ -90,7 +104,7 @@ async def ended(steward: Steward, turn: Turn, exchange: Exchange, work: Callable
             await work()
     except ClientGone:
         turn.step("abandoned")
-        steward.watch_release(turn.id)
+        steward.watch_release(turn.id, turn.at.engine)
     except BaseException:
         turn.step("failed")
         raise
@@ -108,39 +122,65 @@ def mode_of(steward: Steward, exchange: Exchange, tenant: Tenant) -> str:
     return asked or ("passthrough" if "passthrough" in (steward.settings.mode, tenant.mode) else "managed")
 
 
-def check_modalities(steward: Steward, request: ChatRequest) -> None:
+def check_modalities(turn: Turn) -> None:
     """Raises UnsupportedError for an image that the model cannot see."""
-    if "image" not in steward.engine.info.modalities and has_images(request.messages):
+    if "image" not in turn.at.info.modalities and has_images(turn.request.messages):
         raise UnsupportedError("this model reads text only; the request has an image", param="messages")
 
 
 async def managed(steward: Steward, exchange: Exchange, turn: Turn) -> None:
     """A turn inside its session's budget."""
-    check_modalities(steward, turn.request)
     identity = identify(exchange.headers, turn.request.body)
     resolved = await steward.desk.resolve(turn.request, identity, turn.tenant)
     await run(steward, exchange, turn, resolved)
 
 
 async def run(steward: Steward, exchange: Exchange, turn: Turn, resolved: Resolved) -> None:
-    """A turn whose session is known. An engine that finds the prompt too long after all gets one that is condensed."""
-    session_id = resolved.session.id
+    """A turn whose session is known. An engine that finds the prompt too long after all gets one that is condensed;
+    one that is not there, or takes no more turns, is passed over for another."""
     if recall.wanted(steward, exchange.headers, turn.request):
         turn.recall, turn.request = True, recall.offered(turn.request)
-    for force in (False, True):
-        async with steward.desk.lock(session_id):
-            prepared = await prepared_turn(steward, turn, resolved, force=force)
-        turn.step("prepared")
-        try:
-            await answered(steward, exchange, turn, resolved, prepared)
-            return
-        except ContextOverflowError:
-            if force or exchange.started or prepared.epoch is not None:
-                raise
-        finally:
-            if turn.open_in is not None:
-                turn.open_in = None
-                await asyncio.shield(steward.desk.turn_failed(session_id))
+    force, tried = False, set[str]()
+    while True:
+        turn.at, resolved = steward.route(resolved, turn.request.model, tried)
+        with steward.fleet.visit(turn.at, resolved.session.id):
+            try:
+                await tried_once(steward, exchange, turn, resolved, force=force)
+                return
+            except Condense:
+                force = True
+            except EngineUnavailableError as error:
+                if not elsewhere(steward, turn, tried, error):
+                    raise
+
+
+def elsewhere(steward: Steward, turn: Turn, tried: set[str], error: EngineUnavailableError) -> bool:
+    """Whether a turn whose engine was not there may be tried on another. The fleet hears of it."""
+    tried.add(turn.at.name)
+    if turn.state != "waiting" or not steward.fleet.another(tried, turn.request.model):
+        return False
+    if not turn.at.draining:
+        steward.fleet.lost(turn.at, error.message)
+    return True
+
+
+async def tried_once(steward: Steward, exchange: Exchange, turn: Turn, resolved: Resolved, *, force: bool) -> None:
+    """The turn on the engine that it was routed to. Raises Condense where that may help."""
+    check_modalities(turn)
+    session_id = resolved.session.id
+    async with steward.desk.lock(session_id):
+        prepared = await prepared_turn(steward, turn, resolved, force=force)
+    turn.step("prepared")
+    try:
+        await answered(steward, exchange, turn, resolved, prepared)
+    except ContextOverflowError:
+        if force or exchange.started or prepared.epoch is not None:
+            raise
+        raise Condense from None
+    finally:
+        if turn.open_in is not None:
+            turn.open_in = None
+            await asyncio.shield(steward.desk.turn_failed(session_id))
 
 
 async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, force: bool = False) -> Prepared:
@@ -173,7 +213,7 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
 
 
 def marks_of(steward: Steward, turn: Turn) -> Marks:
-    budget = steward.budget_tokens(turn.tenant)
+    budget = steward.budget_tokens(turn.tenant, turn.at.info)
     marks = steward.settings.policy.marks(budget, turn.request.max_output_tokens)
     return with_room(marks) if turn.recall else marks
 
@@ -191,15 +231,15 @@ async def ask(
             return prepared
         if isinstance(question, Count):
             steward.telemetry.exact_counts.inc()
-            answer = await count(steward, turn.request, question)
+            answer = await count(turn, question)
         else:
             answer = await summary(steward, turn, resolved, question)
 
 
-async def count(steward: Steward, request: ChatRequest, question: Count) -> int | None:
+async def count(turn: Turn, question: Count) -> int | None:
     """The engine's own count, or None if it cannot count or cannot be asked now: then the estimate must do."""
     try:
-        return await steward.engine.count_prompt_tokens({**request.body, "messages": list(question.messages)})
+        return await turn.at.engine.count_prompt_tokens({**turn.request.body, "messages": list(question.messages)})
     except EngineError:
         return None
 
@@ -208,7 +248,7 @@ async def summary(steward: Steward, turn: Turn, resolved: Resolved, question: Su
     """The engine's rolling summary. None if it fails or takes too long: the pipeline then extracts one itself."""
     base = ChatRequest(_summary_body(turn.request), (), turn.request.model, True, True)
     body = encode(
-        base, messages=for_engine(steward.engine.info, question.messages), stream=True, max_tokens=question.max_tokens
+        base, messages=for_engine(turn.at.info, question.messages), stream=True, max_tokens=question.max_tokens
     )
     session_id = resolved.session.id
     demand = Demand(resolved.view.known_tokens + 64, question.max_tokens, returning=True)
@@ -216,8 +256,8 @@ async def summary(steward: Steward, turn: Turn, resolved: Resolved, question: Su
     try:
         async with (
             asyncio.timeout(steward.settings.summary_timeout_s),
-            steward.gate.admitted(demand),
-            steward.engine.open(EngineRequest(PATH, body, f"{turn.id}-summary", session_id)) as reply,
+            turn.at.gate.admitted(demand),
+            turn.at.engine.open(EngineRequest(PATH, body, f"{turn.id}-summary", session_id)) as reply,
         ):
             if reply.status != 200:
                 return None
@@ -250,16 +290,14 @@ def _summary_body(request: ChatRequest) -> dict[str, Any]:
 async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: Resolved, prepared: Prepared) -> None:
     """Waits for room in the KV budget, then lets the engine answer."""
     request, session_id = turn.request, resolved.session.id
-    stream = request.stream or steward.engine.info.streams_only or turn.recall
+    stream = request.stream or turn.at.info.streams_only or turn.recall
     room = prepared.marks.budget - prepared.tokens
     output = min(request.max_output_tokens or room, room)
-    cap = output if steward.must_cap_output(request, prepared) else None
-    body = encode(
-        request, messages=for_engine(steward.engine.info, prepared.view.render()), stream=stream, max_tokens=cap
-    )
+    cap = output if steward.must_cap_output(request, prepared, turn.at.info) else None
+    body = encode(request, messages=for_engine(turn.at.info, prepared.view.render()), stream=stream, max_tokens=cap)
     extra = recall.room_tokens(prepared) if turn.recall else 0
     demand = Demand(
-        prepared.tokens + extra, max(1, min(output, room - extra)), returning=steward.residency.of(session_id) > 0
+        prepared.tokens + extra, max(1, min(output, room - extra)), returning=turn.at.residency.of(session_id) > 0
     )
     exchange.reply_headers |= {
         "x-kvsteward-session": public_id(resolved.session),
@@ -269,13 +307,13 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
     turn.step("waiting")
     log = AnswerLog(steward, turn, resolved, prepared)
     try:
-        async with steward.gate.admitted(demand) as waited_s:
+        async with turn.at.gate.admitted(demand) as waited_s:
             steward.telemetry.queue_time.observe(waited_s)
             engine_request = EngineRequest(PATH, body, turn.id, session_id, engine_headers(exchange))
             if turn.recall:
                 await recalled(steward, exchange, turn, engine_request, log)
             else:
-                async with steward.engine.open(engine_request) as reply:
+                async with turn.at.engine.open(engine_request) as reply:
                     await check_accepted(reply)
                     turn.step("streaming")
                     await (streamed if stream else whole)(steward, exchange, turn, reply, log)
@@ -302,12 +340,26 @@ def engine_headers(exchange: Exchange) -> dict[str, str]:
 
 async def passthrough(steward: Steward, exchange: Exchange, turn: Turn, raw: bytes) -> None:
     """The request as it is, in its own bytes. Nothing is logged; a client that leaves still stops the engine."""
-    request = turn.request
-    stream = request.stream or steward.engine.info.streams_only
-    body = raw if request.stream == stream else encode(request, stream=True)
     turn.step("prepared")
     turn.step("waiting")
-    async with steward.engine.open(EngineRequest(PATH, body, turn.id, None, engine_headers(exchange))) as reply:
+    tried = set[str]()
+    while True:
+        turn.at = steward.fleet.route(None, None, turn.request.model, tried)
+        with steward.fleet.visit(turn.at, None):
+            try:
+                await passed(exchange, turn, raw)
+                return
+            except EngineUnavailableError as error:
+                if not elsewhere(steward, turn, tried, error):
+                    raise
+
+
+async def passed(exchange: Exchange, turn: Turn, raw: bytes) -> None:
+    """A request and its answer, untouched."""
+    request = turn.request
+    stream = request.stream or turn.at.info.streams_only
+    body = raw if request.stream == stream else encode(request, stream=True)
+    async with turn.at.engine.open(EngineRequest(PATH, body, turn.id, None, engine_headers(exchange))) as reply:
         turn.step("streaming")
         if reply.status != 200:
             content_type = reply.headers.get("content-type", "application/json").encode("latin-1")
