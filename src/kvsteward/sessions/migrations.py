@@ -89,7 +89,12 @@ def m003_blobs(db: sqlite3.Connection) -> None:
     )
 
 
-MIGRATIONS: tuple[Migration, ...] = (m001_sessions, m002_words, m003_blobs)
+def m004_engines(db: sqlite3.Connection) -> None:
+    """The engine that a session is bound to. Sessions of before are bound at their next turn."""
+    db.execute("ALTER TABLE sessions ADD COLUMN engine TEXT")
+
+
+MIGRATIONS: tuple[Migration, ...] = (m001_sessions, m002_words, m003_blobs, m004_engines)
 
 
 def migrate(db: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> int:
