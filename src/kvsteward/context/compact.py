@@ -16,9 +16,21 @@ from dataclasses import replace
 import orjson
 
 from kvsteward.context.images import stale
-from kvsteward.context.layout import ACKNOWLEDGEMENT, HASH_CHARS, Epoch, Fact, Item, Stub, View, cuts, with_text
+from kvsteward.context.layout import (
+    ACKNOWLEDGEMENT,
+    HASH_CHARS,
+    Epoch,
+    Fact,
+    Item,
+    Stub,
+    Verdict,
+    View,
+    cuts,
+    with_text,
+)
 from kvsteward.context.marks import Marks
 from kvsteward.context.memory import collect
+from kvsteward.context.summary import Draft, verify
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ContextOverflowError
 from kvsteward.wire.chat import image_marks
@@ -28,16 +40,12 @@ Shorten = Callable[[Item, int], str | None]
 
 MAX_FACTS, MAX_STUBS, MAX_REQUESTS = 1_000, 400, 200
 _HEADER = "[kvsteward] {dropped} earlier messages are condensed here. Nothing is lost: each hash names a full message."
-_REQUEST_SHARE, _SUMMARY_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.3, 160
+_REQUEST_SHARE, _MIN_BLOCK_TOKENS = 0.3, 160
+SUMMARY_SHARE = 0.3
+"""Of the condensed block."""
 _REQUEST_CHARS, _LABEL_CHARS = 600, 48
 _LEFT = "Messages that left (hash, what it was, values in it):"
 _SLACK_TOKENS = 16
-
-SUMMARY_INSTRUCTION = (
-    "Summarise our conversation so far for your own later use, in at most {words} words. State: what the user wants, "
-    "what was decided and done, results with their exact ids, numbers, names and paths, and what is still open. "
-    "Write plain lines, no preamble."
-)
 
 
 def droppable_tokens(view: View, marks: Marks) -> int:
@@ -50,14 +58,15 @@ def droppable_tokens(view: View, marks: Marks) -> int:
 def compact(
     view: View,
     marks: Marks,
-    summary: str | None,
+    draft: Draft | None,
     keep_rounds: int,
     estimator: Estimator,
     tools_tokens: int,
     shorten: Shorten,
 ) -> View:
-    """The view of the next epoch. `summary` is the engine's, or None for the extractive one. Raises
-    ContextOverflowError where even the last step of the ladder does not get under `marks.hard`."""
+    """The view of the next epoch. `draft` is the engine's summary; where there is none, or it is not fit to be shown,
+    an extractive one takes its place. Raises ContextOverflowError where even the last step of the ladder does not get
+    under `marks.hard`."""
     fixed = tools_tokens + sum(item.tokens for item in view.pinned) + estimator.text(ACKNOWLEDGEMENT) + 10
     start = _cut(view.items, marks.low - fixed - _MIN_BLOCK_TOKENS, keep_rounds)
     dropped, kept = view.items[:start], view.items[start:]
@@ -75,7 +84,7 @@ def compact(
         marks.hard - fixed - kept_tokens - _SLACK_TOKENS,
     )
     carried = {h: t for h, t in view.epoch.overrides.items() if any(item.hash == h for item in kept)}
-    epoch = _condense(view, dropped, kept, summary, room, estimator)
+    epoch = _condense(view, dropped, kept, draft, room, estimator)
     epoch = replace(
         epoch,
         overrides={**carried, **overrides},
@@ -130,24 +139,23 @@ def _squeeze(
 
 
 def _condense(
-    view: View, dropped: Sequence[Item], kept: Sequence[Item], summary: str | None, room: int, estimator: Estimator
+    view: View, dropped: Sequence[Item], kept: Sequence[Item], draft: Draft | None, room: int, estimator: Estimator
 ) -> Epoch:
     """The block and the state that the next compaction starts from."""
     before = view.epoch
     labels = _labels((*dropped, *kept))
     requests = (*before.requests, *((i.depth, _said(i)) for i in dropped if i.role in {"user", "system", "developer"}))
     requests = requests[:1] + requests[1:][-MAX_REQUESTS:]
-    facts = collect(dropped, before.facts, kept)[:MAX_FACTS]
+    found = collect(dropped, before.facts, kept)
+    facts = found[:MAX_FACTS]
     stubs = (*before.stubs, *(_stub(item, labels) for item in dropped if item.role != "user"))[-MAX_STUBS:]
-    written = (
-        summary if summary is not None else _extract(before.summary, dropped, int(room * _SUMMARY_SHARE), estimator)
-    )
     total = before.dropped + len(dropped)
     through = dropped[-1].depth if dropped else before.through
     head = [_HEADER.format(dropped=total)]
     asked = _request_lines(requests, int(room * _REQUEST_SHARE), estimator)
     if asked:
         head += ["Asked so far, oldest first:", *asked]
+    written, judged = _written(view, dropped, draft, found, "\n".join(head), int(room * SUMMARY_SHARE), estimator)
     if written:
         head += ["Summary:", written]
     text = "\n".join(head)
@@ -166,7 +174,41 @@ def _condense(
         facts=tuple(facts),
         stubs=stubs,
         dropped=total,
+        judged=judged,
     )
+
+
+def _written(
+    view: View,
+    dropped: Sequence[Item],
+    draft: Draft | None,
+    found: Sequence[Fact],
+    shown: str,
+    room: int,
+    estimator: Estimator,
+) -> tuple[str, Verdict | None]:
+    """The summary that the block shows: the engine's if it stands the test, with lines for what came after it was
+    asked; else the extractive one. `found`: all facts, the first `MAX_FACTS` of which are kept in the table."""
+    if draft is None:
+        return _extract(view.epoch.summary, dropped, room, estimator), None
+    sources = [view.epoch.block, *(f"{i.text}\n{_arguments(i)}" for i in (*view.pinned, *view.items))]
+    left = {item.hash for item in dropped}
+    judged = verify(
+        draft.answer,
+        finished=draft.finished,
+        sources="\n".join(sources),
+        plan=[],
+        shown=shown,
+        facts={f.value: f"- {f.source[:HASH_CHARS]}: {f.value}" for f in found if f.source in left},
+        table={f.value for f in found[:MAX_FACTS]},
+        room_tokens=room,
+        estimator=estimator,
+    )
+    if judged.outcome == "replaced":
+        return _extract(view.epoch.summary, dropped, room, estimator), judged
+    later = [item for item in dropped if item.depth > draft.through]
+    rest = _extract("", later, max(32, room - estimator.text(judged.text)), estimator) if later else ""
+    return "\n".join(part for part in (judged.text, rest) if part), replace(judged, text="")
 
 
 def _said(item: Item) -> str:

@@ -189,6 +189,8 @@ def _session(steward: Steward, session: Session) -> dict[str, Any]:
         "tokens_in_view": session.view_tokens,
         "tokens_in_log": session.log_tokens,
         "tokens_saved": session.saved_tokens,
+        "compactions": session.compactions,
+        "tokens_prefilled_again": session.again_tokens,
     }
 
 
@@ -305,6 +307,7 @@ async def _view(steward: Steward, request: Request, tenant: Tenant) -> Response:
             "exact": bool(shown.view.known_tokens),
             "log_tokens": shown.log_tokens,
             "dropped_messages": shown.view.epoch.dropped,
+            "summary": shown.view.epoch.judged,
             "decisions": [
                 {"at": d.at, "kind": d.kind, "created_s": d.created_s, "payload": orjson.Fragment(d.payload)}
                 for d in decisions

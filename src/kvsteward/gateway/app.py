@@ -28,6 +28,7 @@ from kvsteward.gateway.auth import tenant_of
 from kvsteward.gateway.desk import Desk, Resolved
 from kvsteward.gateway.gate import Gate
 from kvsteward.gateway.relay import ClientGone, Exchange
+from kvsteward.gateway.scribe import Scribe
 from kvsteward.gateway.settings import Settings, Tenant
 from kvsteward.gateway.telemetry import Telemetry
 from kvsteward.gateway.upstream import PATH
@@ -56,6 +57,7 @@ class Steward:
         self.desk = Desk(store, settings, self.wall)
         self.gate = Gate(None, None, settings.limits, self.now)
         self.residency = Residency()
+        self.scribe = Scribe(self)
         self.load = EngineLoad()
         self.samples: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
         self.recent_ttft_s: deque[float] = deque(maxlen=200)
@@ -85,6 +87,7 @@ class Steward:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.scribe.close()
         await self.engine.close()
         await self.desk.close()
 
@@ -135,6 +138,8 @@ class Steward:
         self.telemetry.reductions.inc(sum(r.kind == "distil" for r in prepared.reductions))
         if prepared.epoch is not None:
             self.telemetry.compactions.inc()
+            if prepared.epoch.judged is not None:
+                self.telemetry.summaries.labels(prepared.epoch.judged.outcome).inc()
 
     def count_answer(self, done: turn.Turn, resolved: Resolved, prepared: Prepared, usage: Usage, spent: Usage) -> None:
         """`usage` is what the view and its answer take; `spent` what was computed for it in all rounds."""
@@ -146,6 +151,8 @@ class Steward:
         self.cached_tokens_total += spent.cached_tokens
         t.session_tokens.observe(usage.resident_tokens)
         t.saved_tokens.inc(turn.saved_tokens(resolved, prepared))
+        if prepared.epoch is not None:
+            t.again_tokens.inc(turn.again_tokens(resolved, prepared, usage))
         if done.first_token_s is not None:
             self.recent_ttft_s.append(done.first_token_s - done.started_s)
         self.residency.touch(resolved.session.id, usage.resident_tokens)
@@ -189,6 +196,7 @@ class Steward:
     async def give_back(self, session_id: str) -> None:
         """Frees what a session has in the KV pool, where the engine can."""
         self.desk.forget(session_id)
+        self.scribe.forget(session_id)
         self.residency.release(session_id)
         try:
             await self.engine.release_session(session_id)

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from kvsteward.context.images import with_ids
-from kvsteward.context.layout import Item
+from kvsteward.context.layout import Item, View
 from kvsteward.context.marks import Marks
-from kvsteward.context.pipeline import Count, Prepared, Question, Summarise, prepare
+from kvsteward.context.pipeline import Count, Prepared, prepare
 from kvsteward.context.recall import TOOL_NAME, with_room
 from kvsteward.engines.base import EngineReply, EngineRequest
-from kvsteward.errors import ContextOverflowError, EngineError, KVStewardError, StateError, StoreError, UnsupportedError
+from kvsteward.errors import ContextOverflowError, EngineError, StateError, StoreError, UnsupportedError
 from kvsteward.gateway import recall
 from kvsteward.gateway.desk import Resolved, public_id, tools_key
 from kvsteward.gateway.relay import EVENTS, JSON, ClientGone, Exchange
@@ -45,7 +45,7 @@ from kvsteward.wire.answer import AnswerReader
 from kvsteward.wire.chat import ChatRequest, encode, has_images, parse_chat
 from kvsteward.wire.fingerprint import link
 from kvsteward.wire.identity import identify
-from kvsteward.wire.sse import DONE, EventSplitter
+from kvsteward.wire.sse import DONE
 from kvsteward.wire.usage import Usage, parse_usage
 from kvsteward.wire.veil import Veil
 
@@ -165,11 +165,11 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
     """The view of this turn, with everything that the client said in the log."""
     desk, tools = steward.desk, turn.request.tools
     started = steward.now()
+    draft = await steward.scribe.before_turn(resolved.session.id)
     try:
         prepared = await ask(
             steward,
             turn,
-            resolved,
             prepare(
                 resolved.view,
                 resolved.arrivals,
@@ -179,6 +179,7 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
                 policy=steward.settings.policy,
                 estimator=desk.estimator,
                 force=force,
+                draft=draft,
             ),
         )
     except BaseException:
@@ -186,6 +187,8 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
         raise
     await desk.log_arrivals(resolved, prepared, tools)
     turn.open_in = resolved.session.id
+    if prepared.epoch is not None:
+        steward.scribe.after_compaction(resolved.session.id)
     steward.count_prepared(prepared, steward.now() - started)
     return prepared
 
@@ -196,9 +199,7 @@ def marks_of(steward: Steward, turn: Turn) -> Marks:
     return with_room(marks) if turn.recall else marks
 
 
-async def ask(
-    steward: Steward, turn: Turn, resolved: Resolved, questions: Generator[Question, Any, Prepared]
-) -> Prepared:
+async def ask(steward: Steward, turn: Turn, questions: Generator[Count, Any, Prepared]) -> Prepared:
     """Drives the pipeline: what it asks, the engine answers."""
     answer: Any = None
     while True:
@@ -207,11 +208,8 @@ async def ask(
         except StopIteration as stop:
             prepared: Prepared = stop.value
             return prepared
-        if isinstance(question, Count):
-            steward.telemetry.exact_counts.inc()
-            answer = await count(steward, turn.request, question)
-        else:
-            answer = await summary(steward, turn, resolved, question)
+        steward.telemetry.exact_counts.inc()
+        answer = await count(steward, turn.request, question)
 
 
 async def count(steward: Steward, request: ChatRequest, question: Count) -> int | None:
@@ -220,47 +218,6 @@ async def count(steward: Steward, request: ChatRequest, question: Count) -> int 
         return await steward.engine.count_prompt_tokens({**request.body, "messages": list(question.messages)})
     except EngineError:
         return None
-
-
-async def summary(steward: Steward, turn: Turn, resolved: Resolved, question: Summarise) -> str | None:
-    """The engine's rolling summary. None if it fails or takes too long: the pipeline then extracts one itself."""
-    base = ChatRequest(_summary_body(turn.request), (), turn.request.model, True, True)
-    body = encode(base, messages=for_engine(steward, question.messages), stream=True, max_tokens=question.max_tokens)
-    session_id = resolved.session.id
-    demand = Demand(resolved.view.known_tokens + 64, question.max_tokens, returning=True)
-    reader, splitter = AnswerReader(), EventSplitter()
-    try:
-        async with (
-            asyncio.timeout(steward.settings.summary_timeout_s),
-            steward.gate.admitted(demand),
-            steward.engine.open(EngineRequest(PATH, body, f"{turn.id}-summary", session_id)) as reply,
-        ):
-            if reply.status != 200:
-                return None
-            async for chunk in reply.chunks():
-                for event in splitter.feed(chunk):
-                    reader.feed(event)
-    except (KVStewardError, TimeoutError):
-        return None
-    message = reader.message()
-    text = message.get("content") if message and not message.get("tool_calls") else None
-    return text if isinstance(text, str) else None
-
-
-def _summary_body(request: ChatRequest) -> dict[str, Any]:
-    """The request's own fields, so that the engine finds the same prefix; without those that shape an answer."""
-    shaping = {
-        "messages",
-        "n",
-        "stop",
-        "response_format",
-        "logprobs",
-        "top_logprobs",
-        "max_tokens",
-        "max_completion_tokens",
-    }
-    shaping |= {"guided_json", "guided_regex", "grammar", "json_schema", "stream_options", "parallel_tool_calls"}
-    return {**{k: v for k, v in request.body.items() if k not in shaping}, "temperature": 0}
 
 
 async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: Resolved, prepared: Prepared) -> None:
@@ -298,6 +255,8 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
         await asyncio.shield(log.broken_off("abandoned" if isinstance(error, asyncio.CancelledError) else "error"))
         raise
     turn.step("done")
+    if log.view_after is not None:  # only now is the room of this turn free again
+        steward.scribe.after_turn(session_id, request, log.view_after, prepared.marks)
 
 
 def for_engine(steward: Steward, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -311,6 +270,16 @@ def saved_tokens(resolved: Resolved, prepared: Prepared) -> int:
     view = prepared.view
     log_tokens = resolved.log_tokens + sum(i.log_tokens for i in (*view.pinned, *view.items) if i.hash in arrived)
     return max(0, log_tokens - view.message_tokens)
+
+
+def again_tokens(resolved: Resolved, prepared: Prepared, usage: Usage | None) -> int:
+    """What a compaction cost: prompt tokens that no cache held, without those that came with this turn. By the estimate
+    for the turn's own messages; an engine that does not tell what was cached makes it the whole prompt."""
+    if usage is None:
+        return 0
+    arrived = {a.hash for a in resolved.arrivals}
+    fresh = sum(i.tokens for i in (*prepared.view.pinned, *prepared.view.items) if i.hash in arrived)
+    return max(0, usage.new_tokens - fresh)
 
 
 def engine_headers(exchange: Exchange) -> dict[str, str]:
@@ -327,6 +296,8 @@ class AnswerLog:
         self.resolved, self.prepared = resolved, prepared
         self.view_usage: Usage | None = None
         """What the view and its answer take, where the engine was given more than the view."""
+        self.view_after: View | None = None
+        """With the answer in it, counted by the engine."""
         self._drafted_s = steward.now()
         self._writing: asyncio.Task[None] | None = None
         self.reader = AnswerReader()
@@ -389,10 +360,12 @@ class AnswerLog:
             tokens=tokens,
             turn_id=self._turn.id,
             view=view,
+            again_tokens=again_tokens(self.resolved, self.prepared, usage) if self.prepared.epoch else None,
         )
         self._turn.open_in = None
         if usage and spent:
             self._steward.count_answer(self._turn, self.resolved, self.prepared, usage, spent)
+            self.view_after = view
 
 
 async def streamed(steward: Steward, exchange: Exchange, turn: Turn, reply: EngineReply, log: AnswerLog) -> None:
