@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvsteward.context.hygiene import Moved
 from kvsteward.context.layout import Item, View
 from kvsteward.context.marks import Policy
 from kvsteward.context.pipeline import Arrival, Count, Prepared, prepare, summarise, summary_due
@@ -41,7 +42,7 @@ class Driven:
     draft: Draft | None = None
     log: list[Any] = field(default_factory=list)
 
-    def say(self, *messages: dict[str, Any], force: bool = False) -> Prepared:
+    def say(self, *messages: dict[str, Any], force: bool = False, moved: Sequence[Moved] | None = None) -> Prepared:
         arrivals = []
         for message in messages:
             self.parent, self.depth = link(self.parent, message), self.depth + 1
@@ -57,6 +58,7 @@ class Driven:
             estimator=Estimator(),
             force=force,
             draft=self.draft,
+            moved=moved,
         )
         reply: Any = None
         while True:

@@ -11,8 +11,10 @@ prompt tokens, of which about `high` are prefilled. So the share that is not cac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from kvsteward.context.hygiene import Hygiene
+from kvsteward.context.plan import PlanRules
 from kvsteward.errors import ConfigError
 
 _PREPARE_SHARE = 0.1
@@ -36,6 +38,10 @@ class Policy:
     """"engine" asks the model, in the background, before a compaction; "extractive" never does."""
     answer_tokens: int = 512
     """Room kept for the answer where the request sets no limit (an eighth of the budget at the most)."""
+    plan: PlanRules = field(default_factory=PlanRules)
+    """What stays word for word."""
+    hygiene: Hygiene = field(default_factory=Hygiene)
+    """What is kept out of the front of the prompt."""
 
     def __post_init__(self) -> None:
         if not 0 < self.low_water_ratio < self.high_water_ratio <= 1:

@@ -277,9 +277,8 @@ async def _delete(steward: Steward, request: Request, tenant: Tenant) -> Respons
 
 
 async def _log(steward: Steward, request: Request, tenant: Tenant) -> Response:
-    """The path to the head, whole; with `?q=TEXT` the entries of all branches that hold a text, or else
-    its words, best first; with `?head=HASH`
-    another branch."""
+    """The path to the head, whole; with `?q=TEXT` the entries of all branches that hold a text, or else its words, best
+    first; with `?head=HASH` another branch. `notes` has what left the system prompt because it changes."""
     session = await _found(steward, request, tenant)
     store = steward.desk.store
     needle = request.query_params.get("q")
@@ -289,7 +288,10 @@ async def _log(steward: Steward, request: Request, tenant: Tenant) -> Response:
         entries = await steward.desk.call(store.lookup, session.id, needle, limit=limit)
     else:
         entries = await steward.desk.call(store.path, session.id, request.query_params.get("head"))
-    return json({"object": "list", "session": public_id(session), "data": [_entry(entry) for entry in entries]})
+    decisions = await steward.desk.call(store.decisions, session.id)
+    notes = [orjson.Fragment(d.payload) for d in decisions if d.kind == "note"]
+    body = {"object": "list", "session": public_id(session), "data": [_entry(entry) for entry in entries]}
+    return json({**body, "notes": notes})
 
 
 async def _view(steward: Steward, request: Request, tenant: Tenant) -> Response:

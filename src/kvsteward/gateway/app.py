@@ -20,6 +20,7 @@ from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvsteward.context.marks import Policy
 from kvsteward.context.pipeline import Prepared
 from kvsteward.engines.base import Engine, EngineInfo, EngineLoad
 from kvsteward.errors import EngineError, KVStewardError, NotFoundError, OverloadedError, StoreError
@@ -108,6 +109,10 @@ class Steward:
         """The smallest of what the tenant, the deployment and the engine allow for one session."""
         limits = (tenant.budget_tokens, self.settings.budget_tokens, self.engine.info.context_limit_tokens)
         return min((limit for limit in limits if limit), default=DEFAULT_BUDGET_TOKENS)
+
+    def policy(self, tenant: Tenant) -> Policy:
+        """The tenant's, else the deployment's."""
+        return tenant.policy or self.settings.policy
 
     def must_cap_output(self, request: ChatRequest, prepared: Prepared) -> bool:
         """True where an answer of the length that the engine would allow could pass the session's budget."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvsteward.context.layout import View
-from kvsteward.context.marks import Marks
+from kvsteward.context.marks import Marks, Policy
 from kvsteward.context.pipeline import Summarise, fits, summarise, summary_due
 from kvsteward.context.summary import Draft
 from kvsteward.engines.base import EngineRequest
@@ -59,6 +59,7 @@ class _Work:
     request: ChatRequest
     view: View
     marks: Marks
+    policy: Policy
 
 
 class Scribe:
@@ -75,17 +76,17 @@ class Scribe:
     def running(self) -> int:
         return len(self._tasks)
 
-    def after_turn(self, session_id: str, request: ChatRequest, view: View, marks: Marks) -> None:
+    def after_turn(self, session_id: str, request: ChatRequest, view: View, marks: Marks, policy: Policy) -> None:
         """A turn has ended, and the engine has counted its `view`. Starts a draft if one is due."""
         steward, draft = self._steward, self._drafts.get(session_id)
         if session_id in self._tasks or (draft is not None and fits(draft, view)):
             return
-        if not summary_due(view, view.known_tokens, marks, steward.settings.policy):
+        if not summary_due(view, view.known_tokens, marks, policy):
             return
         if len(self._tasks) >= steward.settings.summaries_at_once or steward.gate.pool.waiting:
             self._count("skipped")
             return
-        work = _Work(session_id, request, view, marks)
+        work = _Work(session_id, request, view, marks, policy)
         task = self._tasks[session_id] = asyncio.create_task(self._work(work))
         task.add_done_callback(lambda _: self._tasks.pop(session_id, None))
 
@@ -142,7 +143,7 @@ class Scribe:
         structured = self._structured and steward.engine.info.dialect in _STRUCTURED
         tools_tokens = steward.desk.estimator.json(work.request.tools)
         questions = summarise(
-            *(work.view, work.marks, steward.settings.policy, steward.desk.estimator, tools_tokens),
+            *(work.view, work.marks, work.policy, steward.desk.estimator, tools_tokens),
             structured=structured,
         )
         try:

@@ -28,6 +28,8 @@ class Tenant:
     mode: Mode = "managed"
     ttl_s: float | None = None
     budget_tokens: int | None = None
+    policy: Policy | None = None
+    """None: the deployment's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from kvsteward.context.hygiene import Moved, clean, same_tools
 from kvsteward.context.images import with_ids
 from kvsteward.context.layout import Item, View
 from kvsteward.context.marks import Marks
@@ -26,7 +27,7 @@ from kvsteward.context.recall import TOOL_NAME, with_room
 from kvsteward.engines.base import EngineReply, EngineRequest
 from kvsteward.errors import ContextOverflowError, EngineError, StateError, StoreError, UnsupportedError
 from kvsteward.gateway import recall
-from kvsteward.gateway.desk import Resolved, public_id, tools_key
+from kvsteward.gateway.desk import Resolved, Tools, public_id, tools_key
 from kvsteward.gateway.relay import EVENTS, JSON, ClientGone, Exchange
 from kvsteward.gateway.settings import Tenant
 from kvsteward.gateway.upstream import (
@@ -42,7 +43,7 @@ from kvsteward.gateway.upstream import (
 )
 from kvsteward.policy.admission import Demand
 from kvsteward.wire.answer import AnswerReader
-from kvsteward.wire.chat import ChatRequest, encode, has_images, parse_chat
+from kvsteward.wire.chat import PINNED_ROLES, ChatRequest, encode, has_images, parse_chat, with_tools
 from kvsteward.wire.fingerprint import link
 from kvsteward.wire.identity import identify
 from kvsteward.wire.sse import DONE
@@ -79,6 +80,11 @@ class Turn:
     first_token_s: float | None = None
     recall: bool = False
     """Our tool is offered beside the client's."""
+    moved: tuple[Moved, ...] | None = None
+    """What left the system prompt because it changes; None where the request has no system prompt."""
+    tools_sent: Any = None
+    tools: Any = None
+    """The client's tools as they came, and as the engine is shown them."""
 
     def step(self, state: str) -> None:
         if state not in LIFE[self.state]:
@@ -135,14 +141,27 @@ def check_modalities(steward: Steward, request: ChatRequest) -> None:
 async def managed(steward: Steward, exchange: Exchange, turn: Turn) -> None:
     """A turn inside its session's budget."""
     check_modalities(steward, turn.request)
+    tidied(steward, turn)
     identity = identify(exchange.headers, turn.request.body)
     resolved = await steward.desk.resolve(turn.request, identity, turn.tenant)
     await run(steward, exchange, turn, resolved)
 
 
+def tidied(steward: Steward, turn: Turn) -> None:
+    """Takes what changes from turn to turn out of the front of the prompt, before the history is hashed."""
+    request = turn.request
+    cleaned = clean(request.messages, request.tools, steward.policy(turn.tenant).hygiene)
+    if request.messages[0]["role"] in PINNED_ROLES:
+        turn.moved = cleaned.moved
+    turn.tools_sent = request.tools
+    turn.request = with_tools(replace(request, messages=cleaned.messages), cleaned.tools)
+
+
 async def run(steward: Steward, exchange: Exchange, turn: Turn, resolved: Resolved) -> None:
     """A turn whose session is known. An engine that finds the prompt too long after all gets one that is condensed."""
     session_id = resolved.session.id
+    turn.tools = same_tools(resolved.view.tools, turn.request.tools)
+    turn.request = with_tools(turn.request, turn.tools)
     if recall.wanted(steward, exchange.headers, turn.request):
         turn.recall, turn.request = True, recall.offered(turn.request)
     for force in (False, True):
@@ -163,7 +182,8 @@ async def run(steward: Steward, exchange: Exchange, turn: Turn, resolved: Resolv
 
 async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, force: bool = False) -> Prepared:
     """The view of this turn, with everything that the client said in the log."""
-    desk, tools = steward.desk, turn.request.tools
+    desk, tools, policy = steward.desk, turn.request.tools, steward.policy(turn.tenant)
+    recorded = Tools(turn.tools_sent if turn.tools_sent is not None else turn.tools, turn.tools)
     started = steward.now()
     draft = await steward.scribe.before_turn(resolved.session.id)
     try:
@@ -176,16 +196,18 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
                 tools=tools,
                 known_for=tools_key(tools) + turn.request.model,
                 marks=marks_of(steward, turn),
-                policy=steward.settings.policy,
+                policy=policy,
                 estimator=desk.estimator,
                 force=force,
+                moved=turn.moved,
                 draft=draft,
             ),
         )
     except BaseException:
-        await asyncio.shield(desk.log_arrivals(resolved, None, tools))
+        await asyncio.shield(desk.log_arrivals(resolved, None, recorded))
         raise
-    await desk.log_arrivals(resolved, prepared, tools)
+    prepared = replace(prepared, view=replace(prepared.view, tools=turn.tools))
+    await desk.log_arrivals(resolved, prepared, recorded)
     turn.open_in = resolved.session.id
     if prepared.epoch is not None:
         steward.scribe.after_compaction(resolved.session.id)
@@ -195,7 +217,7 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
 
 def marks_of(steward: Steward, turn: Turn) -> Marks:
     budget = steward.budget_tokens(turn.tenant)
-    marks = steward.settings.policy.marks(budget, turn.request.max_output_tokens)
+    marks = steward.policy(turn.tenant).marks(budget, turn.request.max_output_tokens)
     return with_room(marks) if turn.recall else marks
 
 
@@ -256,7 +278,7 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
         raise
     turn.step("done")
     if log.view_after is not None:  # only now is the room of this turn free again
-        steward.scribe.after_turn(session_id, request, log.view_after, prepared.marks)
+        steward.scribe.after_turn(session_id, request, log.view_after, prepared.marks, steward.policy(turn.tenant))
 
 
 def for_engine(steward: Steward, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

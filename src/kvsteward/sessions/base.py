@@ -66,7 +66,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the pipeline decided at an entry. `kind` is "distil", "compact", "tools" or "recall"; `payload` is JSON."""
+    """What the pipeline decided at an entry. `kind` is "distil", "compact", "note", "tools" or "recall"; `payload`
+    is JSON."""
 
     at: str
     kind: str
