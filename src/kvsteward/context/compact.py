@@ -17,10 +17,22 @@ from dataclasses import replace
 import orjson
 
 from kvsteward.context.images import stale
-from kvsteward.context.layout import ACKNOWLEDGEMENT, HASH_CHARS, Epoch, Fact, Item, PlanItem, Stub, View, cuts
+from kvsteward.context.layout import (
+    ACKNOWLEDGEMENT,
+    HASH_CHARS,
+    Epoch,
+    Fact,
+    Item,
+    PlanItem,
+    Stub,
+    Verdict,
+    View,
+    cuts,
+)
 from kvsteward.context.marks import Marks
 from kvsteward.context.memory import collect, stands_in, values
 from kvsteward.context.plan import PLAN, TRACE, PlanRules, Room, after, carried
+from kvsteward.context.summary import Draft, verify
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ContextOverflowError
 from kvsteward.wire.chat import class_of, image_marks
@@ -30,7 +42,9 @@ Shorten = Callable[[Item, int], str | None]
 
 MAX_FACTS, MAX_STUBS, MAX_REQUESTS = 1_000, 400, 200
 _HEADER = "[kvsteward] {dropped} earlier messages are condensed here. Nothing is lost: each hash names a full message."
-_REQUEST_SHARE, _SUMMARY_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.3, 160
+_REQUEST_SHARE, _MIN_BLOCK_TOKENS = 0.3, 160
+SUMMARY_SHARE = 0.3
+"""Of the condensed block."""
 _REQUEST_CHARS, _LABEL_CHARS = 600, 48
 _PLAN_HEADER = "Word for word, still to be followed:"
 _LEFT = "Messages that left (hash, what it was, values in it):"
@@ -39,12 +53,6 @@ _VALUE_TOKENS = 2
 """What a value costs beside its text."""
 _MAX_MISSES = 20
 """Facts that do not fit any more before the others are not tried."""
-
-SUMMARY_INSTRUCTION = (
-    "Summarise our conversation so far for your own later use, in at most {words} words. State: what the user wants, "
-    "what was decided and done, results with their exact ids, numbers, names and paths, and what is still open. "
-    "Write plain lines, no preamble."
-)
 
 
 def droppable_tokens(view: View, marks: Marks) -> int:
@@ -57,15 +65,16 @@ def droppable_tokens(view: View, marks: Marks) -> int:
 def compact(
     view: View,
     marks: Marks,
-    summary: str | None,
+    draft: Draft | None,
     keep_rounds: int,
     estimator: Estimator,
     tools_tokens: int,
     shorten: Shorten,
     rules: PlanRules | None = None,
 ) -> View:
-    """The view of the next epoch. `summary` is the engine's, or None for the extractive one. Raises
-    ContextOverflowError where even the last step of the ladder does not get under `marks.hard`."""
+    """The view of the next epoch. `draft` is the engine's summary; where there is none, or it is not fit to be shown,
+    an extractive one takes its place. Raises ContextOverflowError where even the last step of the ladder does not get
+    under `marks.hard`."""
     rules = PlanRules() if rules is None else rules
     room_for_rules = Room.of(marks.budget)  # `scaled` leaves the budget as it is
     base = tools_tokens + sum(item.tokens for item in view.pinned) + estimator.text(ACKNOWLEDGEMENT) + 10
@@ -93,7 +102,7 @@ def compact(
         marks.hard - fixed - kept_tokens - _SLACK_TOKENS,
     )
     still = {h: t for h, t in view.epoch.overrides.items() if any(item.hash == h for item in kept)}
-    epoch = _condense(view, dropped, kept, summary, room, estimator, standing)
+    epoch = _condense(view, dropped, kept, draft, room, estimator, standing)
     spoken = view.epoch.spoken
     epoch = replace(
         epoch,
@@ -174,7 +183,7 @@ def _condense(
     view: View,
     dropped: Sequence[Item],
     kept: Sequence[Item],
-    summary: str | None,
+    draft: Draft | None,
     room: int,
     estimator: Estimator,
     plan: Sequence[PlanItem] = (),
@@ -186,11 +195,9 @@ def _condense(
     labels = _labels((*dropped, *kept))
     requests = (*before.requests, *((i.depth, _said(i)) for i in dropped if i.role in {"user", "system", "developer"}))
     requests = requests[:1] + requests[1:][-MAX_REQUESTS:]
-    facts = collect(dropped, before.facts, kept)[:MAX_FACTS]
+    found = collect(dropped, before.facts, kept)
+    facts = found[:MAX_FACTS]
     stubs = (*before.stubs, *(_stub(item, labels) for item in dropped if item.role != "user"))[-MAX_STUBS:]
-    written = (
-        summary if summary is not None else _extract(before.summary, dropped, int(room * _SUMMARY_SHARE), estimator)
-    )
     total = before.dropped + len(dropped)
     through = dropped[-1].depth if dropped else before.through
     head = [_HEADER.format(dropped=total)]
@@ -198,6 +205,8 @@ def _condense(
     asked = _request_lines(plain, int(room * _REQUEST_SHARE), estimator)
     if asked:
         head += ["Asked so far, oldest first:", *asked]
+    shown = "\n".join([plan_text, *head])
+    written, judged = _written(view, dropped, draft, found, plan, shown, int(room * SUMMARY_SHARE), estimator)
     if written:
         head += ["Summary:", written]
     text = "\n".join(head)
@@ -221,7 +230,43 @@ def _condense(
         facts=tuple(facts),
         stubs=stubs,
         dropped=total,
+        judged=judged,
     )
+
+
+def _written(
+    view: View,
+    dropped: Sequence[Item],
+    draft: Draft | None,
+    found: Sequence[Fact],
+    plan: Sequence[PlanItem],
+    shown: str,
+    room: int,
+    estimator: Estimator,
+) -> tuple[str, Verdict | None]:
+    """The summary that the block shows: the engine's if it stands the test, with lines for what came after it was
+    asked; else the extractive one. `found`: all facts, the first `MAX_FACTS` of which are kept in the table."""
+    if draft is None:
+        return _extract(view.epoch.summary, dropped, room, estimator), None
+    sources = [view.epoch.block, *(f"{i.text}\n{_arguments(i)}" for i in (*view.pinned, *view.items))]
+    left = {item.hash for item in dropped}
+    judged = verify(
+        draft.answer,
+        finished=draft.finished,
+        sources="\n".join(sources),
+        plan=[item.text for item in plan],
+        shown=shown,
+        facts={f.value: f"- {f.source[:HASH_CHARS]}: {f.value}" for f in found if f.source in left},
+        table={f.value for f in found[:MAX_FACTS]},
+        room_tokens=room,
+        estimator=estimator,
+    )
+    if judged.outcome == "replaced":
+        return _extract(view.epoch.summary, dropped, room, estimator), judged
+    later = [item for item in dropped if item.depth > draft.through]
+    rest = _extract("", later, max(32, room - estimator.text(judged.text)), estimator).splitlines() if later else []
+    said = set(judged.text.splitlines())
+    return "\n".join([judged.text, *(line for line in rest if line not in said)]), replace(judged, text="")
 
 
 def _said(item: Item) -> str:

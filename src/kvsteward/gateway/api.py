@@ -210,6 +210,8 @@ def described(steward: Steward, session: Session, tenant: Tenant) -> dict[str, A
         "engine": station.name if station and operates(tenant, steward.settings) else None,
         "engine_blocks": blocks,
         "engine_tokens": tokens,
+        "compactions": session.compactions,
+        "tokens_prefilled_again": session.again_tokens,
     }
 
 
@@ -319,6 +321,7 @@ async def _view(steward: Steward, request: Request, tenant: Tenant) -> Response:
             "exact": bool(shown.view.known_tokens),
             "log_tokens": shown.log_tokens,
             "dropped_messages": shown.view.epoch.dropped,
+            "summary": shown.view.epoch.judged,
             "decisions": [
                 {"at": d.at, "kind": d.kind, "created_s": d.created_s, "payload": orjson.Fragment(d.payload)}
                 for d in decisions

@@ -32,10 +32,12 @@ from kvsteward.errors import (
     StoreError,
 )
 from kvsteward.gateway import api, turn
+from kvsteward.gateway.answer import again_tokens
 from kvsteward.gateway.auth import tenant_of
 from kvsteward.gateway.desk import Desk, Resolved
 from kvsteward.gateway.fleet import Fleet, Station
 from kvsteward.gateway.relay import ClientGone, Exchange
+from kvsteward.gateway.scribe import Scribe
 from kvsteward.gateway.settings import Settings, Tenant
 from kvsteward.gateway.telemetry import Telemetry
 from kvsteward.gateway.upstream import PATH
@@ -62,6 +64,7 @@ class Steward:
         self.telemetry = Telemetry()
         self.desk = Desk(store, settings, self.wall)
         self.fleet = Fleet(engines, settings.limits, self.now)
+        self.scribe = Scribe(self)
         self.samples: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
         self.recent_ttft_s: deque[float] = deque(maxlen=200)
         self.prompt_tokens_total = 0
@@ -93,6 +96,7 @@ class Steward:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.scribe.close()
         for station in self.fleet.stations:
             await station.engine.close()
         await self.desk.close()
@@ -184,6 +188,8 @@ class Steward:
         self.telemetry.reductions.inc(sum(r.kind == "distil" for r in prepared.reductions))
         if prepared.epoch is not None:
             self.telemetry.compactions.inc()
+            if prepared.epoch.judged is not None:
+                self.telemetry.summaries.labels(prepared.epoch.judged.outcome).inc()
 
     def count_answer(self, done: turn.Turn, resolved: Resolved, prepared: Prepared, usage: Usage, spent: Usage) -> None:
         """`usage` is what the view and its answer take; `spent` what was computed for it in all rounds."""
@@ -195,6 +201,8 @@ class Steward:
         self.cached_tokens_total += spent.cached_tokens
         t.session_tokens.observe(usage.resident_tokens)
         t.saved_tokens.inc(turn.saved_tokens(resolved, prepared))
+        if prepared.epoch is not None:
+            t.again_tokens.inc(again_tokens(resolved, prepared, usage))
         if done.first_token_s is not None:
             self.recent_ttft_s.append(done.first_token_s - done.started_s)
         done.at.residency.touch(resolved.session.id, usage.resident_tokens)
@@ -238,6 +246,7 @@ class Steward:
     async def give_back(self, session: Session) -> None:
         """Frees what a session has in the KV pool, where the engine can."""
         self.desk.forget(session.id)
+        self.scribe.forget(session.id)
         station = self.fleet.station_of(session.id, session.engine)
         self.fleet.forget(session.id)
         if station is not None:

@@ -344,8 +344,10 @@ class Desk:
         tokens: int,
         turn_id: str,
         view: View,
+        again_tokens: int | None = None,
     ) -> None:
-        """Writes what the engine said. `view` is the view with the answer in it."""
+        """Writes what the engine said. `view` is the view with the answer in it; `again_tokens` what the engine had to
+        prefill again, if this turn compacted."""
         entry = Entry(
             hash=view.head,
             parent=parent,
@@ -360,9 +362,11 @@ class Desk:
         before = self._views.get((session_id, parent))
         log_tokens = (before.log_tokens if before else 0) + tokens
         self.remember(session_id, entry.hash, Shown(view, log_tokens))
-        await self.call(self._append_answer, session_id, entry, turn_id, view, log_tokens)
+        await self.call(self._append_answer, session_id, entry, turn_id, view, log_tokens, again_tokens)
 
-    def _append_answer(self, session_id: str, entry: Entry, turn_id: str, view: View, log_tokens: int) -> None:
+    def _append_answer(
+        self, session_id: str, entry: Entry, turn_id: str, view: View, log_tokens: int, again_tokens: int | None
+    ) -> None:
         session = self.store.get(session_id)
         if session is None:  # deleted while the engine was speaking: what was deleted stays deleted
             self._count_out(session_id)
@@ -377,6 +381,8 @@ class Desk:
             log_tokens=log_tokens if moved else session.log_tokens,
             view_tokens=view.estimate_tokens(0) if moved else session.view_tokens,
             saved_tokens=max(0, log_tokens - view.message_tokens) if moved else session.saved_tokens,
+            compactions=session.compactions + (again_tokens is not None),
+            again_tokens=session.again_tokens + (again_tokens or 0),
         )
         self.store.append(session, [entry], end_draft=turn_id)
         self._count_out(session_id)

@@ -52,7 +52,9 @@ class Settings:
     ttl_s: float = 1_800.0
     log_retention_s: float = 30 * 86_400.0
     max_body_bytes: int = 64 * 2**20
-    summary_timeout_s: float = 30.0
+    summary_timeout_s: float = 60.0
+    summaries_at_once: int = 2
+    """How many sessions' summaries may be written at the same time, in the background."""
     sweep_every_s: float = 15.0
     draft_every_s: float = 0.25
     release_within_s: float = 2.0
@@ -68,6 +70,8 @@ class Settings:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
         if not 1 <= self.recall_rounds <= 16:
             raise ConfigError(f"recall_rounds must be between 1 and 16, not {self.recall_rounds}")
+        if not 1 <= self.summaries_at_once <= 64:
+            raise ConfigError(f"summaries_at_once must be between 1 and 64, not {self.summaries_at_once}")
         if self.budget_tokens is not None and self.budget_tokens < 512:
             raise ConfigError(
                 f"a budget of {self.budget_tokens} tokens is too small to hold a conversation; use 512 or more"

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvsteward.context.hygiene import Moved, clean, same_tools
 from kvsteward.context.marks import Marks
-from kvsteward.context.pipeline import Count, Prepared, Question, Summarise, prepare
+from kvsteward.context.pipeline import Count, Prepared, prepare
 from kvsteward.context.recall import with_room
 from kvsteward.engines.base import EngineRequest
 from kvsteward.errors import (
     ContextOverflowError,
     EngineError,
     EngineUnavailableError,
-    KVStewardError,
     StateError,
     UnsupportedError,
 )
@@ -37,10 +36,8 @@ from kvsteward.gateway.rounds import recalled
 from kvsteward.gateway.settings import Tenant
 from kvsteward.gateway.upstream import MAX_ERROR_BYTES, PATH, check_accepted, collected, for_engine, read_all
 from kvsteward.policy.admission import Demand
-from kvsteward.wire.answer import AnswerReader
 from kvsteward.wire.chat import PINNED_ROLES, ChatRequest, encode, has_images, parse_chat, with_tools
 from kvsteward.wire.identity import identify
-from kvsteward.wire.sse import EventSplitter
 
 if TYPE_CHECKING:
     from kvsteward.gateway.app import Steward
@@ -207,11 +204,11 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
     desk, tools, policy = steward.desk, turn.request.tools, steward.policy(turn.tenant)
     recorded = Tools(turn.tools_sent if turn.tools_sent is not None else turn.tools, turn.tools)
     started = steward.now()
+    draft = await steward.scribe.before_turn(resolved.session.id, turn.at)
     try:
         prepared = await ask(
             steward,
             turn,
-            resolved,
             prepare(
                 resolved.view,
                 resolved.arrivals,
@@ -222,6 +219,7 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
                 estimator=desk.estimator,
                 force=force,
                 moved=turn.moved,
+                draft=draft,
             ),
         )
     except BaseException:
@@ -230,6 +228,8 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
     prepared = replace(prepared, view=replace(prepared.view, tools=turn.tools))
     await desk.log_arrivals(resolved, prepared, recorded)
     turn.open_in = resolved.session.id
+    if prepared.epoch is not None:
+        steward.scribe.after_compaction(resolved.session.id)
     steward.count_prepared(prepared, steward.now() - started)
     return prepared
 
@@ -240,9 +240,7 @@ def marks_of(steward: Steward, turn: Turn) -> Marks:
     return with_room(marks) if turn.recall else marks
 
 
-async def ask(
-    steward: Steward, turn: Turn, resolved: Resolved, questions: Generator[Question, Any, Prepared]
-) -> Prepared:
+async def ask(steward: Steward, turn: Turn, questions: Generator[Count, Any, Prepared]) -> Prepared:
     """Drives the pipeline: what it asks, the engine answers."""
     answer: Any = None
     while True:
@@ -251,11 +249,8 @@ async def ask(
         except StopIteration as stop:
             prepared: Prepared = stop.value
             return prepared
-        if isinstance(question, Count):
-            steward.telemetry.exact_counts.inc()
-            answer = await count(turn, question)
-        else:
-            answer = await summary(steward, turn, resolved, question)
+        steward.telemetry.exact_counts.inc()
+        answer = await count(turn, question)
 
 
 async def count(turn: Turn, question: Count) -> int | None:
@@ -264,49 +259,6 @@ async def count(turn: Turn, question: Count) -> int | None:
         return await turn.at.engine.count_prompt_tokens({**turn.request.body, "messages": list(question.messages)})
     except EngineError:
         return None
-
-
-async def summary(steward: Steward, turn: Turn, resolved: Resolved, question: Summarise) -> str | None:
-    """The engine's rolling summary. None if it fails or takes too long: the pipeline then extracts one itself."""
-    base = ChatRequest(_summary_body(turn.request), (), turn.request.model, True, True)
-    body = encode(
-        base, messages=for_engine(turn.at.info, question.messages), stream=True, max_tokens=question.max_tokens
-    )
-    session_id = resolved.session.id
-    demand = Demand(resolved.view.known_tokens + 64, question.max_tokens, returning=True)
-    reader, splitter = AnswerReader(), EventSplitter()
-    try:
-        async with (
-            asyncio.timeout(steward.settings.summary_timeout_s),
-            turn.at.gate.admitted(demand),
-            turn.at.engine.open(EngineRequest(PATH, body, f"{turn.id}-summary", session_id)) as reply,
-        ):
-            if reply.status != 200:
-                return None
-            async for chunk in reply.chunks():
-                for event in splitter.feed(chunk):
-                    reader.feed(event)
-    except (KVStewardError, TimeoutError):
-        return None
-    message = reader.message()
-    text = message.get("content") if message and not message.get("tool_calls") else None
-    return text if isinstance(text, str) else None
-
-
-def _summary_body(request: ChatRequest) -> dict[str, Any]:
-    """The request's own fields, so that the engine finds the same prefix; without those that shape an answer."""
-    shaping = {
-        "messages",
-        "n",
-        "stop",
-        "response_format",
-        "logprobs",
-        "top_logprobs",
-        "max_tokens",
-        "max_completion_tokens",
-    }
-    shaping |= {"guided_json", "guided_regex", "grammar", "json_schema", "stream_options", "parallel_tool_calls"}
-    return {**{k: v for k, v in request.body.items() if k not in shaping}, "temperature": 0}
 
 
 async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: Resolved, prepared: Prepared) -> None:
@@ -344,6 +296,9 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
         await asyncio.shield(log.broken_off("abandoned" if isinstance(error, asyncio.CancelledError) else "error"))
         raise
     turn.step("done")
+    if log.view_after is not None:  # only now is the room of this turn free again
+        policy = steward.policy(turn.tenant)
+        steward.scribe.after_turn(session_id, turn.at, request, log.view_after, prepared.marks, policy)
 
 
 def saved_tokens(resolved: Resolved, prepared: Prepared) -> int:
