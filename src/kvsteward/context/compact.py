@@ -28,7 +28,7 @@ Shorten = Callable[[Item, int], str | None]
 
 MAX_FACTS, MAX_STUBS, MAX_REQUESTS = 1_000, 400, 200
 _HEADER = "[kvsteward] {dropped} earlier messages are condensed here. Nothing is lost: each hash names a full message."
-_REQUEST_SHARE, _SUMMARY_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.3, 160
+_REQUEST_SHARE, _SUMMARY_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.15, 160
 _REQUEST_CHARS, _LABEL_CHARS = 600, 48
 _LEFT = "Messages that left (hash, what it was, values in it):"
 _SLACK_TOKENS = 16
