@@ -42,9 +42,9 @@ Shorten = Callable[[Item, int], str | None]
 
 MAX_FACTS, MAX_STUBS, MAX_REQUESTS = 1_000, 400, 200
 _HEADER = "[kvsteward] {dropped} earlier messages are condensed here. Nothing is lost: each hash names a full message."
-_REQUEST_SHARE, _MIN_BLOCK_TOKENS = 0.3, 160
+_REQUEST_SHARE, _EXTRACT_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.15, 160
 SUMMARY_SHARE = 0.3
-"""Of the condensed block."""
+"""Of the condensed block, for a summary that the engine writes; the extractive one has less to say."""
 _REQUEST_CHARS, _LABEL_CHARS = 600, 48
 _PLAN_HEADER = "Word for word, still to be followed:"
 _LEFT = "Messages that left (hash, what it was, values in it):"
@@ -206,7 +206,7 @@ def _condense(
     if asked:
         head += ["Asked so far, oldest first:", *asked]
     shown = "\n".join([plan_text, *head])
-    written, judged = _written(view, dropped, draft, found, plan, shown, int(room * SUMMARY_SHARE), estimator)
+    written, judged = _written(view, dropped, draft, found, plan, shown, room, estimator)
     if written:
         head += ["Summary:", written]
     text = "\n".join(head)
@@ -245,9 +245,11 @@ def _written(
     estimator: Estimator,
 ) -> tuple[str, Verdict | None]:
     """The summary that the block shows: the engine's if it stands the test, with lines for what came after it was
-    asked; else the extractive one. `found`: all facts, the first `MAX_FACTS` of which are kept in the table."""
+    asked; else the extractive one. `found`: all facts, the first `MAX_FACTS` of which are kept in the table; `room`:
+    the whole block's."""
+    extract_room, room = int(room * _EXTRACT_SHARE), int(room * SUMMARY_SHARE)
     if draft is None:
-        return _extract(view.epoch.summary, dropped, room, estimator), None
+        return _extract(view.epoch.summary, dropped, extract_room, estimator), None
     sources = [view.epoch.block, *(f"{i.text}\n{_arguments(i)}" for i in (*view.pinned, *view.items))]
     left = {item.hash for item in dropped}
     judged = verify(
@@ -262,7 +264,7 @@ def _written(
         estimator=estimator,
     )
     if judged.outcome == "replaced":
-        return _extract(view.epoch.summary, dropped, room, estimator), judged
+        return _extract(view.epoch.summary, dropped, extract_room, estimator), judged
     later = [item for item in dropped if item.depth > draft.through]
     rest = _extract("", later, max(32, room - estimator.text(judged.text)), estimator).splitlines() if later else []
     said = set(judged.text.splitlines())
