@@ -23,7 +23,7 @@ from kvsteward.context.memory import collect
 from kvsteward.context.plan import PLAN, TRACE, PlanRules, Room, after, carried
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ContextOverflowError
-from kvsteward.wire.chat import class_of, image_marks
+from kvsteward.wire.chat import PINNED_ROLES, class_of, image_marks
 
 Shorten = Callable[[Item, int], str | None]
 """Shortens an item's text to about so many tokens; None if it cannot."""
@@ -32,7 +32,13 @@ MAX_FACTS, MAX_STUBS, MAX_REQUESTS = 1_000, 400, 200
 _HEADER = "[kvsteward] {dropped} earlier messages are condensed here. Nothing is lost: each hash names a full message."
 _REQUEST_SHARE, _SUMMARY_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.3, 160
 _REQUEST_CHARS, _LABEL_CHARS = 600, 48
-_PLAN_HEADER = "Word for word, still to be followed:"
+_PLAN_HEADERS = {
+    "system": "From the system prompt, word for word:",
+    "developer": "From the developer, word for word:",
+    "user": "From the user, word for word:",
+    "assistant": "From the assistant (plan, to-do list, promises), word for word:",
+    "tool": "From tools (data), word for word:",
+}
 _LEFT = "Messages that left (hash, what it was, values in it):"
 _SLACK_TOKENS = 16
 
@@ -111,7 +117,12 @@ def compact(
 
 
 def _plan_text(plan: Sequence[PlanItem]) -> str:
-    return "\n".join([_PLAN_HEADER, *(item.text for item in plan)]) if plan else ""
+    """The Plan, each text under the name of who said it: nothing becomes an order of somebody else."""
+    lines: list[str] = []
+    for role, header in _PLAN_HEADERS.items():
+        said = [item.text for item in plan if item.role == role or (role == "tool" and item.role not in _PLAN_HEADERS)]
+        lines += [header, *said] if said else []
+    return "\n".join(lines)
 
 
 def _plan_overflow(tokens: int, count: int, base: int, marks: Marks) -> ContextOverflowError:
@@ -141,8 +152,8 @@ def _cut(items: Sequence[Item], room_tokens: int, keep_rounds: int) -> int:
 def _squeeze(
     kept: Sequence[Item], room_tokens: int, estimator: Estimator, shorten: Shorten
 ) -> tuple[tuple[Item, ...], dict[str, str]]:
-    """Shortens the longest texts of what stays until it fits, tool results before others, never what the caller marked
-    as plan. Does not promise to."""
+    """Shortens the longest texts of what stays until it fits, tool results before others, never a system message or what
+    the caller marked as plan. Does not promise to."""
     items = list(kept)
     overrides: dict[str, str] = {}
     order = sorted(range(len(items)), key=lambda i: (_worth(items[i]), -items[i].tokens))
@@ -151,7 +162,7 @@ def _squeeze(
         if excess <= 0:
             break
         item = items[index]
-        if class_of(item.message) == PLAN:
+        if item.role in PINNED_ROLES or class_of(item.message) == PLAN:
             continue
         text = shorten(item, max(48, item.tokens - excess))
         if text is not None:
