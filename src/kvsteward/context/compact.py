@@ -19,7 +19,7 @@ import orjson
 from kvsteward.context.images import stale
 from kvsteward.context.layout import ACKNOWLEDGEMENT, HASH_CHARS, Epoch, Fact, Item, PlanItem, Stub, View, cuts
 from kvsteward.context.marks import Marks
-from kvsteward.context.memory import collect
+from kvsteward.context.memory import collect, firm
 from kvsteward.context.plan import PLAN, TRACE, PlanRules, Room, after, carried
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ContextOverflowError
@@ -65,9 +65,11 @@ def compact(
     tools_tokens: int,
     shorten: Shorten,
     rules: PlanRules | None = None,
+    keep: Sequence[str] = (),
 ) -> View:
     """The view of the next epoch. `summary` is the engine's, or None for the extractive one. Raises
-    ContextOverflowError where even the last step of the ladder does not get under `marks.hard`."""
+    ContextOverflowError where even the last step of the ladder does not get under `marks.hard`. `keep` are patterns of
+    values that stay."""
     rules = PlanRules() if rules is None else rules
     room_for_rules = Room.of(marks.budget)  # `scaled` leaves the budget as it is
     base = tools_tokens + sum(item.tokens for item in view.pinned) + estimator.text(ACKNOWLEDGEMENT) + 10
@@ -95,7 +97,7 @@ def compact(
         marks.hard - fixed - kept_tokens - _SLACK_TOKENS,
     )
     still = {h: t for h, t in view.epoch.overrides.items() if any(item.hash == h for item in kept)}
-    epoch = _condense(view, dropped, kept, summary, room, estimator, standing)
+    epoch = _condense(view, dropped, kept, summary, room, estimator, standing, keep)
     spoken = view.epoch.spoken
     epoch = replace(
         epoch,
@@ -152,8 +154,8 @@ def _cut(items: Sequence[Item], room_tokens: int, keep_rounds: int) -> int:
 def _squeeze(
     kept: Sequence[Item], room_tokens: int, estimator: Estimator, shorten: Shorten
 ) -> tuple[tuple[Item, ...], dict[str, str]]:
-    """Shortens the longest texts of what stays until it fits, tool results before others, never a system message or what
-    the caller marked as plan. Does not promise to."""
+    """Shortens the longest texts of what stays until it fits, tool results before others, never a system message or
+    what the caller marked as plan. Does not promise to."""
     items = list(kept)
     overrides: dict[str, str] = {}
     order = sorted(range(len(items)), key=lambda i: (_worth(items[i]), -items[i].tokens))
@@ -185,6 +187,7 @@ def _condense(
     room: int,
     estimator: Estimator,
     plan: Sequence[PlanItem] = (),
+    keep: Sequence[str] = (),
 ) -> Epoch:
     """The block and the state that the next compaction starts from. `plan` takes its own room."""
     plan_text = _plan_text(plan)
@@ -193,7 +196,9 @@ def _condense(
     labels = _labels((*dropped, *kept))
     requests = (*before.requests, *((i.depth, _said(i)) for i in dropped if i.role in {"user", "system", "developer"}))
     requests = requests[:1] + requests[1:][-MAX_REQUESTS:]
-    facts = collect(dropped, before.facts, kept)[:MAX_FACTS]
+    wanted = {fact.value: fact for fact in firm(dropped, before.facts, keep)}
+    others = (fact for fact in collect(dropped, before.facts, kept) if fact.value not in wanted)
+    facts = [*wanted.values(), *others][:MAX_FACTS]
     stubs = (*before.stubs, *(_stub(item, labels) for item in dropped if item.role != "user"))[-MAX_STUBS:]
     written = (
         summary if summary is not None else _extract(before.summary, dropped, int(room * _SUMMARY_SHARE), estimator)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from kvsteward.context.marks import Policy
+from kvsteward.context.policies import load_policy
 from kvsteward.errors import ConfigError
 from kvsteward.policy.admission import Limits
 
@@ -73,7 +74,7 @@ def load_tenants(path: Path) -> dict[str, Tenant]:
     """API keys from a YAML file:
 
         tenants:
-          support: {api_key: sk-1, mode: managed, ttl_s: 600, budget_tokens: 8192}
+          support: {api_key: sk-1, mode: managed, ttl_s: 600, budget_tokens: 8192, policy: support}
 
     Raises ConfigError that names the tenant and the field."""
     try:
@@ -95,10 +96,17 @@ def load_tenants(path: Path) -> dict[str, Tenant]:
 def _tenant(name: str, values: Any, path: Path) -> tuple[str, Tenant]:
     if not isinstance(values, dict) or not isinstance(values.get("api_key"), str):
         raise ConfigError(f"{path}: tenant {name!r} needs an api_key")
-    unknown = set(values) - {"api_key", "mode", "ttl_s", "budget_tokens"}
+    unknown = set(values) - {"api_key", "mode", "ttl_s", "budget_tokens", "policy"}
     if unknown:
         raise ConfigError(f"{path}: tenant {name!r} has unknown settings: {', '.join(sorted(unknown))}")
     mode = values.get("mode", "managed")
     if mode not in MODES:
         raise ConfigError(f"{path}: tenant {name!r}: mode must be one of {', '.join(MODES)}")
-    return values["api_key"], Tenant(name, mode, values.get("ttl_s"), values.get("budget_tokens"))
+    named = values.get("policy")
+    if named is not None and not isinstance(named, str):
+        raise ConfigError(f"{path}: tenant {name!r}: policy must name a preset or a file")
+    try:
+        policy = load_policy(named, path.parent) if named else None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: tenant {name!r}: {error.message}", hint=error.hint) from None
+    return values["api_key"], Tenant(name, mode, values.get("ttl_s"), values.get("budget_tokens"), policy)
