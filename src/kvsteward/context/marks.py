@@ -14,9 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvsteward.context.hygiene import Hygiene
+from kvsteward.context.patterns import compiled
 from kvsteward.context.plan import PlanRules
 from kvsteward.errors import ConfigError
 
+NO_LIMIT = 1 << 62
 _PREPARE_SHARE = 0.1
 """Of the way from the low to the high mark: what is left of it when the summary is asked for."""
 
@@ -42,6 +44,14 @@ class Policy:
     """What stays word for word."""
     hygiene: Hygiene = field(default_factory=Hygiene)
     """What is kept out of the front of the prompt."""
+    keep: tuple[str, ...] = ()
+    """Regular expressions of values that the condensed part always keeps."""
+    compact: bool = True
+    """False: nothing is condensed; a conversation that does not fit is refused."""
+    reduce: bool = True
+    """False: nothing is shortened on entry."""
+    about: str = ""
+    """What the policy is for, in a sentence."""
 
     def __post_init__(self) -> None:
         if not 0 < self.low_water_ratio < self.high_water_ratio <= 1:
@@ -51,8 +61,14 @@ class Policy:
             )
         if self.summary not in {"engine", "extractive"}:
             raise ConfigError(f"summary must be 'engine' or 'extractive', not {self.summary!r}")
-        if self.keep_rounds < 1:
-            raise ConfigError("keep_rounds must be at least 1")
+        for pattern in self.keep:
+            compiled(pattern, "fact.keep")
+        for name, least in (("keep_rounds", 1), ("answer_tokens", 1), ("tool_limit_tokens", 32)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, not {value}", param=name)
+        if not 0 < self.block_ratio < 1:
+            raise ConfigError(f"the block's share must be between 0 and 1, not {self.block_ratio}", param="block")
 
     def marks(self, budget_tokens: int, max_output_tokens: int | None) -> Marks:
         """The marks for one turn. A request that wants a long answer gets an earlier high-water mark."""
@@ -88,6 +104,10 @@ class Marks:
     def prepare(self) -> int:
         """Where the summary for the coming compaction is asked for at the latest."""
         return self.high - int((self.high - self.low) * _PREPARE_SHARE)
+
+    def unlimited(self) -> Marks:
+        """The same marks for messages of any length."""
+        return replace(self, tool_limit=NO_LIMIT, text_limit=NO_LIMIT)
 
     def scaled(self, factor: float) -> Marks:
         """The same marks in units of an estimate that is off by a known factor."""

@@ -121,7 +121,7 @@ def prepare(
     to fit."""
     prior = view.for_tools(known_for)
     tools_tokens = estimator.json(tools)
-    items, reductions = admit(prior, arrivals, marks, estimator, policy.plan)
+    items, reductions = admit(prior, arrivals, marks if policy.reduce else marks.unlimited(), estimator, policy.plan)
     items, note = _noted(prior, items, moved, estimator)
     view = prior.with_items(items)
     view = view if note is None else replace(view, moved=note.moved)
@@ -134,7 +134,9 @@ def prepare(
             view = view.counted(counted, known_for)
         else:
             tokens += doubt
-    if not force and not _must_compact(view, tokens, marks):
+    if not policy.compact and (force or tokens > marks.hard):
+        raise _no_window(tokens, marks)
+    if not policy.compact or (not force and not _must_compact(view, tokens, marks)):
         if tokens > marks.hard:
             raise _overflow(tokens, marks)
         return Prepared(view, tokens, exact, tuple(reductions), note=note, marks=marks)
@@ -203,6 +205,7 @@ def _compacted(
             tools_tokens,
             shorten,
             policy.plan,
+            policy.keep,
         )
         counted = yield Count(after.render())
         length = counted if counted is not None else int(after.estimate_tokens(tools_tokens) / correction)
@@ -227,6 +230,14 @@ def _overflow(tokens: int, marks: Marks) -> ContextOverflowError:
     return ContextOverflowError(
         f"the prompt has {tokens} tokens and nothing more can be condensed; "
         f"the budget of {marks.budget} tokens leaves {marks.hard} for a prompt"
+    )
+
+
+def _no_window(tokens: int, marks: Marks) -> ContextOverflowError:
+    return ContextOverflowError(
+        f"the conversation has {tokens} tokens, the budget of {marks.budget} leaves {marks.hard} for a prompt, and "
+        f"this policy condenses nothing",
+        hint="Begin a new session, give this one a larger budget, or use a policy that may condense.",
     )
 
 

@@ -14,6 +14,7 @@ from typing import cast, get_args
 import uvicorn
 
 from kvsteward.context.marks import Policy
+from kvsteward.context.policies import load_policy, with_options
 from kvsteward.engines.base import Engine
 from kvsteward.engines.registry import EngineSpec, Kind, create_engine, resolve
 from kvsteward.errors import ConfigError, EngineUnavailableError
@@ -44,11 +45,12 @@ class ServeOptions:
     mode: str
     ttl_s: float
     log_days: float
-    high_water: float
-    low_water: float
-    keep_rounds: int
+    policy: str | None
+    high_water: float | None
+    low_water: float | None
+    keep_rounds: int | None
     tool_limit: int | None
-    summary: str
+    summary: str | None
     max_body_mib: int
     recall: bool
     tenants: Path | None
@@ -59,7 +61,8 @@ def settings_of(options: ServeOptions) -> Settings:
     return Settings(
         mode=cast("Mode", options.mode),
         budget_tokens=options.budget,
-        policy=Policy(
+        policy=with_options(
+            load_policy(options.policy) if options.policy else Policy(),
             high_water_ratio=options.high_water,
             low_water_ratio=options.low_water,
             keep_rounds=options.keep_rounds,

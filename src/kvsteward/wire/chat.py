@@ -58,6 +58,7 @@ def parse_chat(raw: bytes) -> ChatRequest:
     """Raises ProtocolError, naming the field, for anything that no engine could understand."""
     body = parse_object(raw)
     messages = _messages(body.get("messages"))
+    _check_depth(body)
     model = body.get("model", "")
     if not isinstance(model, str):
         raise ProtocolError("'model' must be a string", param="model")
@@ -85,6 +86,16 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ProtocolError(f"the body must be a JSON object, not {type(body).__name__}", hint="Send a JSON object.")
     return body
+
+
+def _check_depth(body: Mapping[str, Any]) -> None:
+    """Raises ProtocolError for what is nested so deeply that it could be read but not written again (255 levels)."""
+    rest = [value for name, value in body.items() if name != "messages"]
+    inside = [value for message in body["messages"] for value in message.values() if not isinstance(value, str)]
+    try:
+        orjson.dumps([rest, [[inside]]])  # two levels more than they have in the body, so that there is room for ours
+    except TypeError as error:
+        raise ProtocolError(f"the body cannot be passed on: {error}", hint="Nest at most 250 levels deep.") from None
 
 
 def _check_limits(body: Mapping[str, Any]) -> None:
