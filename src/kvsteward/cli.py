@@ -64,13 +64,24 @@ def serve(
         float, typer.Option(help="Idle seconds after which a session gives back its KV (never its log).")
     ] = 1800,
     log_days: Annotated[float, typer.Option(help="Days that an unused log is kept.")] = 30,
-    high_water: Annotated[float, typer.Option(help="Share of the budget at which a session is compacted.")] = 0.85,
+    high_water: Annotated[
+        float, typer.Option(help="Share of the budget at which a session is compacted at the latest.")
+    ] = 0.85,
     low_water: Annotated[float, typer.Option(help="Share of the budget that a compaction leaves.")] = 0.40,
+    memory_price: Annotated[
+        float,
+        typer.Option(
+            help="What a token held for a turn is worth in tokens of prefill. Over 0, sessions are compacted earlier; "
+            "docs/marks.md has the model."
+        ),
+    ] = 0.0,
     keep_rounds: Annotated[int, typer.Option(help="Newest rounds that a compaction keeps verbatim.")] = 3,
     tool_limit: Annotated[
         int | None, typer.Option(help="Tokens over which a tool result is reduced on entry. Default: budget / 16.")
     ] = None,
-    summary: Annotated[str, typer.Option(help="Who writes the rolling summary: `engine` or `extractive`.")] = "engine",
+    summary: Annotated[
+        str, typer.Option(help="Who writes the rolling summary: `engine` (in the background) or `extractive`.")
+    ] = "engine",
     recall: Annotated[
         bool, typer.Option("--recall", help="Offer the model a tool that returns what left its view.")
     ] = False,
@@ -86,7 +97,7 @@ def serve(
         engine=engine, host=host, port=port, model=model, ctx=ctx, slots=slots, threads=threads, kv=kv,
         upstream_key=upstream_key, store=store or default_store(), budget=budget, mode=mode, ttl_s=ttl,
         log_days=log_days, high_water=high_water,
-        low_water=low_water, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
+        low_water=low_water, memory_price=memory_price, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
         max_body_mib=max_body_mib, recall=recall, tenants=tenants,
     )  # fmt: skip
     run(options)

@@ -146,6 +146,7 @@ async def _memory(steward: Steward, request: Request, tenant: Tenant) -> Respons
             "v_dtype": info.v_dtype,
             "budget_tokens": steward.budget_tokens(tenant),
             "resident_tokens": resident,
+            "cache_miss_ratio": round(steward.misses.ratio, 4),
             "running": steward.gate.pool.running,
             "waiting": steward.gate.pool.waiting,
             "engine": asdict(load),

@@ -33,6 +33,7 @@ from kvsteward.gateway.scribe import Scribe
 from kvsteward.gateway.settings import Settings, Tenant
 from kvsteward.gateway.telemetry import Telemetry
 from kvsteward.gateway.upstream import PATH
+from kvsteward.policy.misses import Misses
 from kvsteward.policy.residency import Residency
 from kvsteward.sessions.base import SessionStore
 from kvsteward.wire.chat import ChatRequest
@@ -58,6 +59,7 @@ class Steward:
         self.desk = Desk(store, settings, self.wall)
         self.gate = Gate(None, None, settings.limits, self.now)
         self.residency = Residency()
+        self.misses = Misses()
         self.scribe = Scribe(self)
         self.load = EngineLoad()
         self.samples: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
@@ -160,6 +162,9 @@ class Steward:
             t.again_tokens.inc(turn.again_tokens(resolved, prepared, usage))
         if done.first_token_s is not None:
             self.recent_ttft_s.append(done.first_token_s - done.started_s)
+        before = resolved.view
+        if prepared.epoch is None and before.known_tokens and before.known_for == prepared.view.known_for:
+            self.misses.observe(before.known_tokens, usage.cached_tokens)
         self.residency.touch(resolved.session.id, usage.resident_tokens)
         estimator = self.desk.estimator
         # Estimated anew: the items' own figures stem from earlier rates, and comparing with them would never settle.

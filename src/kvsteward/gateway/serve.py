@@ -45,6 +45,7 @@ class ServeOptions:
     log_days: float
     high_water: float
     low_water: float
+    memory_price: float
     keep_rounds: int
     tool_limit: int | None
     summary: str
@@ -61,6 +62,7 @@ def settings_of(options: ServeOptions) -> Settings:
         policy=Policy(
             high_water_ratio=options.high_water,
             low_water_ratio=options.low_water,
+            memory_price=options.memory_price,
             keep_rounds=options.keep_rounds,
             tool_limit_tokens=options.tool_limit,
             summary=options.summary,

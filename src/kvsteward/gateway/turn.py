@@ -21,7 +21,7 @@ import orjson
 from kvsteward.context.hygiene import Moved, clean, same_tools
 from kvsteward.context.images import with_ids
 from kvsteward.context.layout import Item, View
-from kvsteward.context.marks import Marks
+from kvsteward.context.marks import Marks, load_of
 from kvsteward.context.pipeline import Count, Prepared, prepare
 from kvsteward.context.recall import TOOL_NAME, with_room
 from kvsteward.engines.base import EngineReply, EngineRequest
@@ -195,7 +195,7 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
                 resolved.arrivals,
                 tools=tools,
                 known_for=tools_key(tools) + turn.request.model,
-                marks=marks_of(steward, turn),
+                marks=marks_of(steward, turn, resolved.view),
                 policy=policy,
                 estimator=desk.estimator,
                 force=force,
@@ -215,9 +215,10 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
     return prepared
 
 
-def marks_of(steward: Steward, turn: Turn) -> Marks:
+def marks_of(steward: Steward, turn: Turn, view: View) -> Marks:
     budget = steward.budget_tokens(turn.tenant)
-    marks = steward.policy(turn.tenant).marks(budget, turn.request.max_output_tokens)
+    load = load_of(view, steward.desk.estimator.json(turn.request.tools), steward.misses.ratio)
+    marks = steward.policy(turn.tenant).marks(budget, turn.request.max_output_tokens, load)
     return with_room(marks) if turn.recall else marks
 
 
