@@ -186,10 +186,10 @@ async def hanging(start, **settings):
 
 async def test_it_is_given_up_when_a_turn_would_wait_for_its_room(start):
     gateway = await hanging(start)
-    pool = gateway.steward.gate.pool
+    pool = gateway.steward.fleet.first.gate.pool
     assert pool.running == 1
-    async with gateway.steward.gate.admitted(Demand(pool.capacity_tokens - 16, 16)):
-        assert gateway.steward.gate.pool.running == 1
+    async with gateway.steward.fleet.first.gate.admitted(Demand(pool.capacity_tokens - 16, 16)):
+        assert gateway.steward.fleet.first.gate.pool.running == 1
     await gateway.until(lambda: gateway.steward.scribe.running == 0 and not gateway.engine._living)
     assert count(gateway, "given_up") == 1
 
@@ -218,7 +218,7 @@ async def test_it_has_the_lowest_rank(start):
     """None is begun while a turn waits for room."""
     clerk = Clerk(GOOD)
     gateway = await start(answers=clerk, **SMALL)
-    gate = gateway.steward.gate
+    gate = gateway.steward.fleet.first.gate
     capacity = gate.pool.capacity_tokens
     async with gate.admitted(Demand(capacity - 32, 16)):
         waiting = asyncio.create_task(gate._enter(Demand(64, 64)))

@@ -172,7 +172,13 @@ class Desk:
         return head is not None and head.parent == place.hash and head.source == "engine"
 
     async def _branched(self, place: Found, request: ChatRequest, tenant: Tenant) -> Session:
-        session = replace(self._new(self.ids.new(), request, tenant), head=place.hash, branched_from=place.session_id)
+        source = await self.call(self.store.get, place.session_id)
+        session = replace(
+            self._new(self.ids.new(), request, tenant),
+            head=place.hash,
+            branched_from=place.session_id,
+            engine=source.engine if source else None,  # what both begin with is cached there
+        )
         await self.call(self.store.branch, session, place.session_id, place.hash)
         return session
 
@@ -380,6 +386,18 @@ class Desk:
         )
         self.store.append(session, [entry], end_draft=turn_id)
         self._count_out(session_id)
+
+    async def bound(self, session_id: str, engine: str) -> Session:
+        """Writes down which engine a session's turns go to."""
+        return await self.call(self._bind, session_id, engine)
+
+    def _bind(self, session_id: str, engine: str) -> Session:
+        session = self.store.get(session_id)
+        if session is None:
+            raise NotFoundError(f"there is no session '{session_id}'")
+        session = replace(session, engine=engine)
+        self.store.put(session)
+        return session
 
     async def turn_failed(self, session_id: str) -> None:
         """A turn ended without an answer to log."""

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvsteward.errors import ContextOverflowError, OverloadedError
+from kvsteward.errors import ContextOverflowError, EngineError, OverloadedError
 from kvsteward.policy.admission import Admit, Demand, Limits, Pool, Refuse, decide
 from kvsteward.policy.queueing import order
 
@@ -49,10 +49,17 @@ class Gate:
         self._pool = replace(self._pool, capacity_tokens=capacity_tokens, max_running=max_running)
         self._wake()
 
+    def turn_away(self, error: EngineError) -> None:
+        """All that wait get this error: their engine takes no more turns."""
+        for waiter in self._queue:
+            if not waiter.turn.done():
+                waiter.turn.set_exception(error)
+
     @asynccontextmanager
     async def admitted(self, demand: Demand) -> AsyncIterator[float]:
         """Waits for room, holds it, gives it back. Yields the seconds waited. Raises ContextOverflowError for a turn
-        that no pool of this size can run, OverloadedError when the queue is full or the wait too long."""
+        that no pool of this size can run, OverloadedError when the queue is full or the wait too long, what `turn_away`
+        was given when the engine takes no more."""
         waited_s = await self._enter(demand)
         try:
             yield waited_s
@@ -98,7 +105,7 @@ class Gate:
                 decision if isinstance(decision, Refuse) else Refuse("waited too long", False, 5.0)
             ) from None
         except asyncio.CancelledError:
-            if waiter.turn.done() and not waiter.turn.cancelled():
+            if waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
                 self._release(demand)  # admitted in the same moment in which it was given up
             raise
         finally:

@@ -15,6 +15,7 @@ import yaml
 from kvsteward.context.marks import Policy
 from kvsteward.errors import ConfigError
 from kvsteward.policy.admission import Limits
+from kvsteward.policy.retention import WEIGHTS
 
 Mode = Literal["managed", "passthrough"]
 MODES = ("managed", "passthrough")
@@ -30,6 +31,10 @@ class Tenant:
     budget_tokens: int | None = None
     policy: Policy | None = None
     """None: the deployment's."""
+    priority: str = "default"
+    """How much its time counts where idle KV must go: "interactive", "default" or "batch"."""
+    admin: bool = False
+    """It may see and steer the engines, and move any tenant's sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,8 @@ def load_tenants(path: Path) -> dict[str, Tenant]:
     """API keys from a YAML file:
 
         tenants:
-          support: {api_key: sk-1, mode: managed, ttl_s: 600, budget_tokens: 8192}
+          support: {api_key: sk-1, mode: managed, ttl_s: 600, budget_tokens: 8192, class: interactive}
+          operators: {api_key: sk-2, admin: true}
 
     Raises ConfigError that names the tenant and the field."""
     try:
@@ -99,10 +105,16 @@ def load_tenants(path: Path) -> dict[str, Tenant]:
 def _tenant(name: str, values: Any, path: Path) -> tuple[str, Tenant]:
     if not isinstance(values, dict) or not isinstance(values.get("api_key"), str):
         raise ConfigError(f"{path}: tenant {name!r} needs an api_key")
-    unknown = set(values) - {"api_key", "mode", "ttl_s", "budget_tokens"}
+    unknown = set(values) - {"api_key", "mode", "ttl_s", "budget_tokens", "class", "admin"}
     if unknown:
         raise ConfigError(f"{path}: tenant {name!r} has unknown settings: {', '.join(sorted(unknown))}")
     mode = values.get("mode", "managed")
     if mode not in MODES:
         raise ConfigError(f"{path}: tenant {name!r}: mode must be one of {', '.join(MODES)}")
-    return values["api_key"], Tenant(name, mode, values.get("ttl_s"), values.get("budget_tokens"))
+    priority, admin = values.get("class", "default"), values.get("admin", False)
+    if priority not in WEIGHTS:
+        raise ConfigError(f"{path}: tenant {name!r}: class must be one of {', '.join(WEIGHTS)}")
+    if not isinstance(admin, bool):
+        raise ConfigError(f"{path}: tenant {name!r}: admin must be true or false")
+    ttl_s, budget_tokens = values.get("ttl_s"), values.get("budget_tokens")
+    return values["api_key"], Tenant(name, mode, ttl_s, budget_tokens, priority=priority, admin=admin)
