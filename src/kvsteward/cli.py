@@ -83,6 +83,13 @@ def serve(
     summary: Annotated[
         str, typer.Option(help="Who writes the rolling summary: `engine` (in the background) or `extractive`.")
     ] = "engine",
+    selective: Annotated[
+        float | None,
+        typer.Option(
+            help="Of a long prose result, keep at most this share: the sentences that the engine finds least "
+            "predictable. Needs vLLM, and a prefill of each such text. Default: off."
+        ),
+    ] = None,
     recall: Annotated[
         bool, typer.Option("--recall", help="Offer the model a tool that returns what left its view.")
     ] = False,
@@ -99,6 +106,7 @@ def serve(
         upstream_key=upstream_key, store=store or default_store(), budget=budget, mode=mode, ttl_s=ttl,
         log_days=log_days, high_water=high_water,
         low_water=low_water, memory_price=memory_price, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
+        selective=selective,
         max_body_mib=max_body_mib, recall=recall, tenants=tenants,
     )  # fmt: skip
     run(options)

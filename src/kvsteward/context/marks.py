@@ -72,6 +72,9 @@ class Policy:
     most."""
     summary: str = "engine"
     """"engine" asks the model, in the background, before a compaction; "extractive" never does."""
+    selective: float | None = None
+    """Of a long prose result, the share of its tokens that is kept at most: the sentences that an engine finds least
+    predictable (`context.selective`). None: the distillers choose, and nobody is asked."""
     answer_tokens: int = 512
     """Room kept for the answer where the request sets no limit (an eighth of the budget at the most)."""
     memory_price: float = 0.0
@@ -91,6 +94,8 @@ class Policy:
             raise ConfigError(f"summary must be 'engine' or 'extractive', not {self.summary!r}")
         if self.keep_rounds < 1:
             raise ConfigError("keep_rounds must be at least 1")
+        if self.selective is not None and not 0 < self.selective < 1:
+            raise ConfigError(f"selective must lie between 0 and 1, not {self.selective}")
         if self.memory_price < 0:
             raise ConfigError(f"memory_price must be 0 or more, not {self.memory_price}")
 

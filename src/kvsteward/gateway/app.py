@@ -38,7 +38,7 @@ from kvsteward.gateway.desk import Desk, Resolved
 from kvsteward.gateway.fleet import Fleet, Station
 from kvsteward.gateway.relay import ClientGone, Exchange
 from kvsteward.gateway.scribe import Scribe
-from kvsteward.gateway.settings import Settings, Tenant
+from kvsteward.gateway.settings import Settings, Tenant, check_selective
 from kvsteward.gateway.telemetry import Telemetry
 from kvsteward.gateway.upstream import PATH
 from kvsteward.sessions.base import Session, SessionStore
@@ -82,8 +82,9 @@ class Steward:
 
     async def start(self) -> None:
         """Reaches the engines, ends what a crash left open, and starts the housekeeping. Raises EngineError if not one
-        engine can be reached."""
+        engine can be reached, ConfigError for an option that an engine cannot honour."""
         await self._reach()
+        check_selective(self.settings, [station.info for station in self.fleet.stations if station.up])
         recovered = await self.desk.call(self.desk.store.recover, now=self.wall())
         if recovered:
             log.warning("recovered %d answers that a crash had interrupted", recovered)
@@ -186,6 +187,9 @@ class Steward:
     def count_prepared(self, prepared: Prepared, seconds: float) -> None:
         self.telemetry.prepare_time.observe(seconds)
         self.telemetry.reductions.inc(sum(r.kind == "distil" for r in prepared.reductions))
+        self.telemetry.selective_saved.inc(
+            sum(r.tokens_before - r.tokens_after for r in prepared.reductions if r.selective)
+        )
         if prepared.epoch is not None:
             self.telemetry.compactions.inc()
             if prepared.epoch.judged is not None:

@@ -19,7 +19,7 @@ from kvsteward.engines.registry import EngineSpec, Kind, create_engine, resolve
 from kvsteward.errors import ConfigError, EngineUnavailableError
 from kvsteward.gateway.app import create_app
 from kvsteward.gateway.cork import CorkedProtocol
-from kvsteward.gateway.settings import Mode, Settings, load_tenants
+from kvsteward.gateway.settings import Mode, Settings, check_selective, load_tenants
 from kvsteward.sessions import open_store
 
 log = logging.getLogger("kvsteward")
@@ -50,6 +50,7 @@ class ServeOptions:
     keep_rounds: int
     tool_limit: int | None
     summary: str
+    selective: float | None
     max_body_mib: int
     recall: bool
     tenants: Path | None
@@ -67,6 +68,7 @@ def settings_of(options: ServeOptions) -> Settings:
             keep_rounds=options.keep_rounds,
             tool_limit_tokens=options.tool_limit,
             summary=options.summary,
+            selective=options.selective,
         ),
         recall=options.recall,
         ttl_s=options.ttl_s,
@@ -153,6 +155,7 @@ def run(options: ServeOptions) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings, specs, store = settings_of(options), engine_specs(options), open_store(options.store)
     engines = asyncio.run(reached(specs))
+    check_selective(settings, [engine.info for engine in engines])
     listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
