@@ -73,10 +73,18 @@ def serve(
         ),
     ] = None,
     high_water: Annotated[
-        float | None, typer.Option(help="Share of the budget at which a session is compacted. Default: 0.85.")
+        float | None,
+        typer.Option(help="Share of the budget at which a session is compacted at the latest. Default: 0.85."),
     ] = None,
     low_water: Annotated[
         float | None, typer.Option(help="Share of the budget that a compaction leaves. Default: 0.4.")
+    ] = None,
+    memory_price: Annotated[
+        float | None,
+        typer.Option(
+            help="What a token held for a turn is worth in tokens of prefill. Over 0, sessions are compacted earlier; "
+            "docs/marks.md has the model. Default: 0."
+        ),
     ] = None,
     keep_rounds: Annotated[
         int | None, typer.Option(help="Newest rounds that a compaction keeps verbatim. Default: 3.")
@@ -85,7 +93,15 @@ def serve(
         int | None, typer.Option(help="Tokens over which a tool result is reduced on entry. Default: budget / 16.")
     ] = None,
     summary: Annotated[
-        str | None, typer.Option(help="Who writes the rolling summary: `engine` (default) or `extractive`.")
+        str | None,
+        typer.Option(help="Who writes the rolling summary: `engine` (in the background, the default) or `extractive`."),
+    ] = None,
+    selective: Annotated[
+        float | None,
+        typer.Option(
+            help="Of a long prose result, keep at most this share: the sentences that the engine finds least "
+            "predictable. Needs vLLM, and a prefill of each such text. Default: off."
+        ),
     ] = None,
     recall: Annotated[
         bool, typer.Option("--recall", help="Offer the model a tool that returns what left its view.")
@@ -102,7 +118,8 @@ def serve(
         engines=engine or ["embedded"], host=host, port=port, model=model, ctx=ctx, slots=slots, threads=threads, kv=kv,
         upstream_key=upstream_key, store=store or default_store(), budget=budget, mode=mode, ttl_s=ttl,
         log_days=log_days, policy=policy, high_water=high_water,
-        low_water=low_water, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
+        low_water=low_water, memory_price=memory_price, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
+        selective=selective,
         max_body_mib=max_body_mib, recall=recall, tenants=tenants,
     )  # fmt: skip
     run(options)

@@ -38,7 +38,7 @@ from kvsteward.gateway.desk import Desk, Resolved
 from kvsteward.gateway.fleet import Fleet, Station
 from kvsteward.gateway.relay import ClientGone, Exchange
 from kvsteward.gateway.scribe import Scribe
-from kvsteward.gateway.settings import Settings, Tenant
+from kvsteward.gateway.settings import Settings, Tenant, check_selective
 from kvsteward.gateway.telemetry import Telemetry
 from kvsteward.gateway.upstream import PATH
 from kvsteward.sessions.base import Session, SessionStore
@@ -82,8 +82,9 @@ class Steward:
 
     async def start(self) -> None:
         """Reaches the engines, ends what a crash left open, and starts the housekeeping. Raises EngineError if not one
-        engine can be reached."""
+        engine can be reached, ConfigError for an option that an engine cannot honour."""
         await self._reach()
+        check_selective(self.settings, [station.info for station in self.fleet.stations if station.up])
         recovered = await self.desk.call(self.desk.store.recover, now=self.wall())
         if recovered:
             log.warning("recovered %d answers that a crash had interrupted", recovered)
@@ -186,6 +187,9 @@ class Steward:
     def count_prepared(self, prepared: Prepared, seconds: float) -> None:
         self.telemetry.prepare_time.observe(seconds)
         self.telemetry.reductions.inc(sum(r.kind == "distil" for r in prepared.reductions))
+        self.telemetry.selective_saved.inc(
+            sum(r.tokens_before - r.tokens_after for r in prepared.reductions if r.selective)
+        )
         if prepared.epoch is not None:
             self.telemetry.compactions.inc()
             if prepared.epoch.judged is not None:
@@ -205,6 +209,9 @@ class Steward:
             t.again_tokens.inc(again_tokens(resolved, prepared, usage))
         if done.first_token_s is not None:
             self.recent_ttft_s.append(done.first_token_s - done.started_s)
+        before = resolved.view
+        if prepared.epoch is None and before.known_tokens and before.known_for == prepared.view.known_for:
+            done.at.misses.observe(before.known_tokens, usage.cached_tokens)
         done.at.residency.touch(resolved.session.id, usage.resident_tokens)
         estimator = self.desk.estimator
         # Estimated anew: the items' own figures stem from earlier rates, and comparing with them would never settle.

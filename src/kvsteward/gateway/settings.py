@@ -5,7 +5,7 @@ The command line fills these values; `from_env` and a YAML file for tenants are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ import yaml
 
 from kvsteward.context.marks import Policy
 from kvsteward.context.policies import load_policy
+from kvsteward.engines.base import EngineInfo
 from kvsteward.errors import ConfigError
 from kvsteward.policy.admission import Limits
 from kvsteward.policy.retention import WEIGHTS
@@ -54,6 +55,8 @@ class Settings:
     log_retention_s: float = 30 * 86_400.0
     max_body_bytes: int = 64 * 2**20
     summary_timeout_s: float = 60.0
+    selective_timeout_s: float = 10.0
+    """How long a turn waits for the log-probabilities of one window of a text."""
     summaries_at_once: int = 2
     """How many sessions' summaries may be written at the same time, in the background."""
     sweep_every_s: float = 15.0
@@ -77,6 +80,18 @@ class Settings:
             raise ConfigError(
                 f"a budget of {self.budget_tokens} tokens is too small to hold a conversation; use 512 or more"
             )
+
+
+def check_selective(settings: Settings, engines: Sequence[EngineInfo]) -> None:
+    """Raises ConfigError where selective context is asked for and an engine gives no log-probabilities of a prompt."""
+    policies = [settings.policy, *(tenant.policy for tenant in settings.keys.values() if tenant.policy)]
+    deaf = next((engine.dialect for engine in engines if not engine.prompt_logprobs), None)
+    if deaf is not None and any(policy.selective is not None for policy in policies):
+        raise ConfigError(
+            f"--selective needs the log-probabilities of a prompt, and a {deaf} engine does not give them",
+            hint="vLLM gives them. Without the option, long prose is reduced by the distillers, and nobody is asked.",
+            param="selective",
+        )
 
 
 def load_tenants(path: Path) -> dict[str, Tenant]:

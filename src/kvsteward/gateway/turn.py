@@ -16,14 +16,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvsteward.context.hygiene import Moved, clean, same_tools
-from kvsteward.context.marks import Marks
+from kvsteward.context.layout import View
+from kvsteward.context.marks import Marks, load_of
 from kvsteward.context.pipeline import Count, Prepared, prepare
 from kvsteward.context.recall import with_room
+from kvsteward.context.selective import Pieces, Score
 from kvsteward.engines.base import EngineRequest
 from kvsteward.errors import (
     ContextOverflowError,
     EngineError,
     EngineUnavailableError,
+    OverloadedError,
     StateError,
     UnsupportedError,
 )
@@ -214,7 +217,7 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
                 resolved.arrivals,
                 tools=tools,
                 known_for=tools_key(tools) + turn.request.model,
-                marks=marks_of(steward, turn),
+                marks=marks_of(steward, turn, resolved.view),
                 policy=policy,
                 estimator=desk.estimator,
                 force=force,
@@ -234,13 +237,14 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
     return prepared
 
 
-def marks_of(steward: Steward, turn: Turn) -> Marks:
+def marks_of(steward: Steward, turn: Turn, view: View) -> Marks:
     budget = steward.budget_tokens(turn.tenant, turn.at.info)
-    marks = steward.policy(turn.tenant).marks(budget, turn.request.max_output_tokens)
+    load = load_of(view, steward.desk.estimator.json(turn.request.tools), turn.at.misses.ratio)
+    marks = steward.policy(turn.tenant).marks(budget, turn.request.max_output_tokens, load)
     return with_room(marks) if turn.recall else marks
 
 
-async def ask(steward: Steward, turn: Turn, questions: Generator[Count, Any, Prepared]) -> Prepared:
+async def ask(steward: Steward, turn: Turn, questions: Generator[Count | Score, Any, Prepared]) -> Prepared:
     """Drives the pipeline: what it asks, the engine answers."""
     answer: Any = None
     while True:
@@ -249,8 +253,11 @@ async def ask(steward: Steward, turn: Turn, questions: Generator[Count, Any, Pre
         except StopIteration as stop:
             prepared: Prepared = stop.value
             return prepared
-        steward.telemetry.exact_counts.inc()
-        answer = await count(turn, question)
+        if isinstance(question, Count):
+            steward.telemetry.exact_counts.inc()
+            answer = await count(turn, question)
+        else:
+            answer = await score(steward, turn, question)
 
 
 async def count(turn: Turn, question: Count) -> int | None:
@@ -259,6 +266,22 @@ async def count(turn: Turn, question: Count) -> int | None:
         return await turn.at.engine.count_prompt_tokens({**turn.request.body, "messages": list(question.messages)})
     except EngineError:
         return None
+
+
+async def score(steward: Steward, turn: Turn, question: Score) -> Pieces | None:
+    """How likely the engine finds each token, or None if it cannot be asked now: then the distillers choose."""
+    prompt = question.before + question.text
+    demand = Demand(steward.desk.estimator.text(prompt), 1)
+    started = steward.now()
+    try:
+        async with asyncio.timeout(steward.settings.selective_timeout_s), turn.at.gate.admitted(demand):
+            pieces = await turn.at.engine.prompt_logprobs(
+                prompt, model=turn.request.model, request_id=f"{turn.id}-score"
+            )
+    except (EngineError, ContextOverflowError, OverloadedError, TimeoutError):
+        pieces = None
+    steward.telemetry.selective_time.observe(steward.now() - started)
+    return pieces
 
 
 async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: Resolved, prepared: Prepared) -> None:
