@@ -172,7 +172,9 @@ def fingerprint(config: Any, cache: Any, shapes: Sequence[Shape], salt: str) -> 
     """Whose KV this engine's blocks are. `shapes`: of all ranks, in the order of their parts."""
     model, parallel = config.model_config, config.parallel_config
     text = model.hf_text_config
-    rope = {n: getattr(text, n, None) for n in ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")}
+    rope = {
+        n: getattr(text, n, None) for n in ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")
+    }
     parts = ";".join(f"{shape.digest}:{shape.part_bytes}:{shape.backends}" for shape in shapes)
     return Fingerprint(
         model=weights_identity(model.model) or str(model.model),
@@ -199,8 +201,8 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def weights_identity(model: str) -> str:
-    """A model in a directory may be another one tomorrow under the same name: its configuration, and 64 samples of 4 KiB
-    of each weight file. "" for a name of a hub, which has revisions."""
+    """A model in a directory may be another one tomorrow under the same name: its configuration, and 64 samples of
+    4 KiB of each weight file. "" for a name of a hub, which has revisions."""
     folder = Path(model)
     if not folder.is_dir():
         return ""

@@ -171,7 +171,9 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             if below is None:
                 return
             if connector_output.invalid_block_ids:
-                compat.uncache(self._kv_cache_manager, self._pool, below.loads.running, connector_output.invalid_block_ids)
+                compat.uncache(
+                    self._kv_cache_manager, self._pool, below.loads.running, connector_output.invalid_block_ids
+                )
             did = connector_output.kv_connector_worker_meta
             if did is not None:
                 below.heard(did.report)
@@ -284,5 +286,3 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         if steward is not None:
             steward.free.ranked_by(None)
             log.error("kvsteward: stopped, vLLM's own order (LRU) is used from now on", exc_info=error)
-
-

@@ -1,9 +1,9 @@
-"""The scheduler's half: which blocks of a prompt come from the store, which blocks go into it, and when each is certain.
+"""The scheduler's half: which blocks of a prompt come from the store, which go into it, and when each is certain.
 
 Only what lies in the host pool is ever given to vLLM. For blocks that may lie below, `matched` starts a ticket and
-answers "ask again" until it has ended, then says exactly what is pinned; the worker copies it before the step's forward.
-So a load is a copy in memory and cannot fail by a disk or a network. A block is saved once, in the step that fills it:
-its copy is made before the step's result is given back, all that is slow comes later in the store's threads.
+answers "ask again" until it has ended, then says exactly what is pinned; the worker copies it before the step's
+forward. So a load is a copy in memory and cannot fail by a disk or a network. A block is saved once, in the step that
+fills it: its copy is made before the step's result is given back, all that is slow comes later in the store's threads.
 
 Everything that a step holds (pins of what it loads, slots that it fills) is let go when every worker has said that it
 did the step. No vLLM import, no clock but the one given. Invariant: vLLM is never told of a token whose block is not
@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvsteward.kv.blocks import BlockStore, Ticket, key
+from kvsteward.kv.blocks.store import Filling
 
 MAX_KNOWN = 1 << 16
 HOLD_S = 1.0
@@ -38,10 +39,10 @@ class Request(Protocol):
 
 @dataclass(slots=True)
 class Moves:
-    """What the workers do in one step: `loads` before the forward, `saves` after it, `late` (blocks that were freed since
-    the last step) before anything is written. `bad` blocks were promised and cannot be loaded. Pairs are (slot, block).
-    `seen` is the newest failed step that the scheduler has heard of: until then a worker saves nothing, since it may rest
-    on what was not loaded."""
+    """What the workers do in one step: `loads` before the forward, `saves` after it, `late` (blocks that were freed
+    since the last step) before anything is written. `bad` blocks were promised and cannot be loaded. Pairs are
+    (slot, block). `seen` is the newest failed step that the scheduler has heard of: until then a worker saves nothing,
+    since it may rest on what was not loaded."""
 
     number: int = 0
     loads: list[tuple[int, int]] = field(default_factory=list)
@@ -78,14 +79,14 @@ class _Step:
 
     left: int
     tickets: list[Ticket] = field(default_factory=list)
-    fills: list[tuple[Any, str, float | None]] = field(default_factory=list)
+    fills: list[tuple[bytes, Filling]] = field(default_factory=list)
     failed: bool = False
 
 
 @dataclass(slots=True)
 class Counts:
-    """Tokens. `waits`: answers "ask again"; `lost`: steps that a worker could not do; `no_slot`: blocks that found every
-    slot in use."""
+    """Tokens. `waits`: answers "ask again"; `lost`: steps that a worker could not do; `no_slot`: blocks that found
+    every slot in use."""
 
     loaded_tokens: int = 0
     loads: int = 0
@@ -117,7 +118,7 @@ class Loads:
         self._number = self._failed = 0
         self._next = Moves()
         self._holding: list[Ticket] = []
-        self._fills: list[tuple[Any, str, float | None]] = []
+        self._fills: list[tuple[bytes, Filling]] = []
         self._known: OrderedDict[bytes, float] = OrderedDict()
         self._after: list[Callable[[], object]] = []
         self.counts = Counts()
@@ -128,7 +129,7 @@ class Loads:
         self._turns[request.request_id] = _Turn(request, session, ttl_s)
 
     def matched(self, request: Request, computed_tokens: int) -> int | None:
-        """Tokens from `computed_tokens` on that are in host memory and pinned; None: ask again. Never the last token."""
+        """Tokens from `computed_tokens` on that are in host memory and pinned, never the last one; None: ask again."""
         turn = self._turns.get(request.request_id)
         if turn is None or request.skip_reading_prefix_cache:
             return 0
@@ -162,10 +163,10 @@ class Loads:
             if blocks:
                 self._next.bad += promised
             return
-        slots = turn.ticket.slots[turn.start - turn.first :][:blocks]
+        slots = turn.ticket.indices()[turn.start - turn.first :][:blocks]
         if len(slots) < len(promised):
             self._next.bad += promised[len(slots) :]
-        self._next.loads += [(slot.index, block) for slot, block in zip(slots, promised, strict=False)]
+        self._next.loads += list(zip(slots, promised, strict=False))
         self._holding.append(turn.ticket)
         turn.ticket, turn.staged, turn.answered = None, False, False
         self.counts.loads += 1
@@ -238,11 +239,12 @@ class Loads:
         del self._steps[number]
         for ticket in step.tickets:
             ticket.release()
-        for slot, session, ttl_s in reversed(step.fills):  # the newest stays longest: the front of a chain
+        now = self._clock()
+        for name, filling in reversed(step.fills):  # the front of a chain last, so that it is kept longest
             if step.failed:
-                self._store.abandon(slot)
-            else:
-                self._store.filled(slot, session=session, ttl_s=ttl_s)
+                filling.abandon()
+            elif filling.commit() and self._lower:
+                self._remember(name, now)
         if step.failed:
             self.counts.lost += 1
             self._failed = max(self._failed, number)
@@ -266,7 +268,7 @@ class Loads:
             self._let_go(turn)
             turn.keys.clear()
             turn.saved = 0
-        self._store.clear()
+        self._store.host.clear()
 
     def close(self) -> None:
         for turn in self._turns.values():
@@ -297,23 +299,23 @@ class Loads:
         while turn.saved < full:
             name = keys[turn.saved]
             if not self._has(name, now):
-                slot = self._store.reserve(name)
-                if slot is None:
+                filling = self._store.open_put(name, turn.session, turn.ttl_s)
+                if filling is None:
                     self.counts.no_slot += 1
                     break
-                pairs.append((slot.index, block_ids[turn.saved]))
-                self._fills.append((slot, turn.session, turn.ttl_s))
-                self._known[name] = now
-                self._known.move_to_end(name)
+                pairs.append((filling.index, block_ids[turn.saved]))
+                self._fills.append((name, filling))
             turn.saved += 1
-        while len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
         return pairs
 
     def _has(self, name: bytes, now: float) -> bool:
-        if self._store.holds(name):
-            return True
-        return self._lower and now - self._known.get(name, -KNOWN_S) < KNOWN_S
+        return self._store.host.holds(name) or now < self._known.get(name, now)
+
+    def _remember(self, name: bytes, now: float) -> None:
+        self._known[name] = now + KNOWN_S
+        self._known.move_to_end(name)
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
 
     def _later(self, act: Callable[[], object]) -> None:
         """After the fills that are under way."""

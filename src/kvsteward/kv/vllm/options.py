@@ -45,7 +45,9 @@ def parse(extra: Mapping[str, object]) -> Options:
     unknown = sorted(set(extra) - {*_NUMBERS, *_TEXTS, *_FLAGS})
     if unknown:
         known = ", ".join(sorted((*_NUMBERS, *_TEXTS, *_FLAGS)))
-        raise ConfigError(f"kv_connector_extra_config has unknown options: {', '.join(unknown)}", hint=f"Known: {known}.")
+        raise ConfigError(
+            f"kv_connector_extra_config has unknown options: {', '.join(unknown)}", hint=f"Known: {known}."
+        )
     if extra.get("host_gib") is not None and extra.get("host_bytes") is not None:
         raise ConfigError("host_gib and host_bytes say the same thing; give one of them")
     figures, disk = _text(extra, "figures_path"), _text(extra, "disk_path")
