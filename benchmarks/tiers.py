@@ -5,7 +5,7 @@
     python benchmarks/tiers.py --python VLLM_PYTHON --model DIR overhead
 
 `reuse`: sessions take turns in a circle, each turn with its whole history and a little more. `--over` is the sessions'
-tokens at the end over the pool's. The bound is a stock vLLM whose pool holds everything (kind `infinite`, always run): its
+tokens at the end over the pool's. The bound is a stock vLLM whose pool holds everything (kind `infinite`): its
 `cached_tokens` are those that an infinite cache reuses. Times to first token are those of turns that return.
 
 `migrate`: a session starts on server A and goes on on server B, both with one Valkey; beside it a prompt of the same
@@ -103,8 +103,8 @@ def prose(rng: random.Random, words: int) -> str:
 
 
 def circle(url: str, sessions: int, rounds: int, words: int, more: int) -> tuple[list[Answer], float]:
-    """Each session's turns in a circle, and the wall time of all. The answers' texts do not go into the history, so that
-    all kinds see the same prompts whatever a model says."""
+    """Each session's turns in a circle, and the wall time of all. The answers' texts do not go into the history, so
+    that all kinds see the same prompts whatever a model says."""
     rng = random.Random(5)
     histories = [[{"role": "user", "content": f"Session {i}. {prose(rng, words)}"}] for i in range(sessions)]
     answers, began = [], time.monotonic()
