@@ -44,7 +44,6 @@ class Slot:
     owners: set[str] = field(default_factory=set)
     depth: int = 0
     together: int = 0
-    sealing: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(frozen=True, slots=True)

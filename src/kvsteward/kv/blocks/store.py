@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 from kvsteward.errors import ConfigError, InvariantError
 from kvsteward.kv.blocks.codecs import Codec, Raw
 from kvsteward.kv.blocks.host import HostFigures, HostPool, Slot
-from kvsteward.kv.blocks.record import HEADER_BYTES, Miss, Reason, decode, encode_header, payload_crc
+from kvsteward.kv.blocks.record import HEADER_BYTES, Miss, Reason, crc, decode, encode_header, payload_crc
 from kvsteward.kv.blocks.tier import Tier, TierFigures, Write
 
 log = logging.getLogger("kvsteward.blocks")
@@ -125,8 +124,9 @@ class _Outgoing:
     key: bytes
     session: str
     expires_s: float
+    tiers: list[int]
     left: int
-    parts: tuple[memoryview | bytes, ...] | None = None
+    parts: tuple[memoryview | bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,8 @@ class BlockStore:
 
     `queue_blocks` bounds the blocks that wait to be written to each tier, which are pinned meanwhile (default: a
     quarter of the pool, 256 at most); `load_blocks` those that are being looked for; `batch_blocks` those of one read
-    or write. `loaders` threads read, one per tier writes. `check_host`: `get_into` checks the checksum again, and
-    `put` makes it.
+    or write. `loaders` threads read, `sealers` make checksums and encode, one per tier writes. `check_host`:
+    `get_into` checks the checksum again, and `put` makes it.
     """
 
     def __init__(
@@ -179,6 +179,7 @@ class BlockStore:
         load_blocks: int = 4096,
         batch_blocks: int = 8,
         loaders: int = 2,
+        sealers: int = 1,
         max_tickets: int = 1024,
         check_host: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -191,6 +192,7 @@ class BlockStore:
             ("load_blocks", load_blocks),
             ("batch_blocks", batch_blocks),
             ("loaders", loaders),
+            ("sealers", sealers),
             ("max_tickets", max_tickets),
         ):
             if value < 1:
@@ -207,7 +209,9 @@ class BlockStore:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._writes: list[deque[_Outgoing | _Forget]] = [deque() for _ in self.tiers]
-        self._writing = [0] * len(self.tiers)
+        self._pending = [0] * len(self.tiers)
+        """Of each tier: what is queued, sealed or being written."""
+        self._seals: deque[_Outgoing] = deque()
         self._fetches: deque[_Fetch] = deque()
         self._flying: dict[bytes, list[Ticket]] = {}
         self._tickets: set[Ticket] = set()
@@ -217,6 +221,8 @@ class BlockStore:
         if self.tiers:
             for number in range(loaders):
                 self._start(f"kvsteward-load-{number}", self._load_all, ())
+            for number in range(sealers):
+                self._start(f"kvsteward-seal-{number}", self._seal_all, ())
             for number, tier in enumerate(self.tiers):
                 self._start(f"kvsteward-write-{tier.name}", self._write_all, (number,))
 
@@ -343,7 +349,7 @@ class BlockStore:
             return self._served(Reason.ABSENT)
         try:
             out[:] = slot.block
-            if self._check_host and slot.sealed and payload_crc(slot.record) != zlib.crc32(out):
+            if self._check_host and slot.sealed and payload_crc(slot.record) != crc(out):
                 self.host.forget([key])
                 return self._served(Reason.CHECKSUM)
             return self._served(None)
@@ -400,16 +406,16 @@ class BlockStore:
                 for number, tier in enumerate(self.tiers):
                     self._counts.not_behind[tier.name] += number not in room
             if room:
-                outgoing = _Outgoing(slot, slot.key, session, expires_s, len(room))
                 for number in room:
-                    self._writes[number].append(outgoing)
+                    self._pending[number] += 1
+                self._seals.append(_Outgoing(slot, slot.key, session, expires_s, room, len(room)))
                 self._changed.notify_all()
                 return len(room) == len(self.tiers)
         self.host.unpin([slot])
         return not self.tiers
 
     def _with_room(self) -> list[int]:
-        return [n for n, queue in enumerate(self._writes) if len(queue) + self._writing[n] < self._queue_blocks]
+        return [n for n, pending in enumerate(self._pending) if pending < self._queue_blocks]
 
     def forget(self, keys: Iterable[bytes]) -> int:
         """Drops blocks from host memory. Returns how many."""
@@ -427,6 +433,7 @@ class BlockStore:
                 room = self._with_room()
                 for number, tier in enumerate(self.tiers):
                     if number in room:
+                        self._pending[number] += 1
                         self._writes[number].append(_Forget(session))
                     else:
                         self._counts.not_behind[tier.name] += 1
@@ -434,6 +441,43 @@ class BlockStore:
         return dropped
 
     # writing behind
+
+    def _seal_all(self) -> None:
+        """Checksums and codecs in a thread of their own: the next block's, while the one before is on its way."""
+        while True:
+            with self._lock:
+                while not self._seals and not self._stopping:
+                    self._changed.wait()
+                if self._stopping:
+                    return
+                item = self._seals.popleft()
+            try:
+                if not item.slot.doomed:
+                    item.parts = self._parts(item)
+            except ValueError as error:
+                log.warning("kvsteward: a block cannot be stored as %s: %s", self._codec.name, error)
+            with self._lock:
+                if item.parts:
+                    for number in item.tiers:
+                        self._writes[number].append(item)
+                else:
+                    for number in item.tiers:
+                        self._counts.not_behind[self.tiers[number].name] += not item.slot.doomed
+                        self._sent(number, [item])
+                self._changed.notify_all()
+
+    def _parts(self, item: _Outgoing) -> tuple[memoryview | bytes, ...]:
+        slot = item.slot
+        if self._codec.number == Raw.number:
+            if not slot.sealed:
+                self._seal(slot, item.key, item.expires_s)
+                slot.sealed = True
+            return (slot.record,)
+        payload = self._codec.encode(slot.block)
+        header = encode_header(
+            item.key, payload, codec=self._codec.number, raw_bytes=slot.block.nbytes, expires_s=item.expires_s
+        )
+        return (header, payload)
 
     def _write_all(self, number: int) -> None:
         tier, queue = self.tiers[number], self._writes[number]
@@ -446,15 +490,13 @@ class BlockStore:
                 taken = [queue.popleft()]
                 while queue and len(taken) < self._batch_blocks and type(queue[0]) is type(taken[0]) is _Outgoing:
                     taken.append(queue.popleft())
-                self._writing[number] = len(taken)
             try:
                 self._write(tier, taken)
             except Exception:
                 log.exception("kvsteward: writing to tier %s failed", tier.name)
             finally:
                 with self._lock:
-                    self._writing[number] = 0
-                    self._sent([item for item in taken if isinstance(item, _Outgoing)])
+                    self._sent(number, taken)
                     self._changed.notify_all()
 
     def _write(self, tier: Tier, taken: Sequence[_Outgoing | _Forget]) -> None:
@@ -463,44 +505,31 @@ class BlockStore:
             if isinstance(item, _Forget):
                 session = item.session
                 tier.forget_session(session, lambda keys, name=session: self.host.used_elsewhere(keys, name))  # type: ignore[misc]
-            elif not item.slot.doomed:
-                writes.append(Write(item.key, self._parts(item), item.session, item.expires_s))
+            elif not item.slot.doomed:  # its session ended meanwhile
+                writes.append(Write(item.key, item.parts, item.session, item.expires_s))
         if writes:
             tier.write(writes)
-
-    def _parts(self, item: _Outgoing) -> tuple[memoryview | bytes, ...]:
-        """The record, made once for all tiers."""
-        slot = item.slot
-        with slot.sealing:
-            if item.parts is None and self._codec.number == Raw.number:
-                if not slot.sealed:
-                    self._seal(slot, item.key, item.expires_s)
-                    slot.sealed = True
-                item.parts = (slot.record,)
-            elif item.parts is None:
-                payload = self._codec.encode(slot.block)
-                header = encode_header(
-                    item.key,
-                    payload,
-                    codec=self._codec.number,
-                    raw_bytes=slot.block.nbytes,
-                    expires_s=item.expires_s,
-                )
-                item.parts = (header, payload)
-            return item.parts
 
     def _seal(self, slot: Slot, key: bytes, expires_s: float) -> None:
         slot.record[:HEADER_BYTES] = encode_header(
             key, slot.block, codec=Raw.number, raw_bytes=slot.block.nbytes, expires_s=expires_s
         )
 
-    def _sent(self, items: Iterable[_Outgoing]) -> None:
+    def _sent(self, number: int, items: Iterable[_Outgoing | _Forget]) -> None:
         done = []
         for item in items:
-            item.left -= 1
-            if not item.left:
-                done.append(item.slot)
+            self._pending[number] -= 1
+            if isinstance(item, _Outgoing):
+                item.left -= 1
+                if not item.left:
+                    item.parts = ()
+                    done.append(item.slot)
         self.host.unpin(done)
+
+    def _unsent(self, number: int, items: Iterable[_Outgoing | _Forget]) -> None:
+        left = list(items)
+        self._counts.not_behind[self.tiers[number].name] += sum(isinstance(item, _Outgoing) for item in left)
+        self._sent(number, left)
 
     # loading
 
@@ -537,11 +566,17 @@ class BlockStore:
     def _ask(self, fetch: _Fetch) -> None:
         """Finds the nearest tier of each key, up to the first one that nobody has, and queues the reads."""
         where = dict.fromkeys(fetch.keys, -1)
+        reason = Reason.ABSENT
         for number in range(fetch.tier, len(self.tiers)):
             unknown = [key for key in fetch.keys if where[key] < 0]
             if not unknown:
                 break
-            for key, held in zip(unknown, self.tiers[number].holds(unknown), strict=True):
+            answer = self.tiers[number].holds(unknown)
+            if isinstance(answer, Miss):
+                self.tiers[number].missed(answer.reason)
+                reason = answer.reason
+                continue
+            for key, held in zip(unknown, answer, strict=True):
                 if held:
                     where[key] = number
         found = next((n for n, key in enumerate(fetch.keys) if where[key] < 0), len(fetch.keys))
@@ -553,8 +588,8 @@ class BlockStore:
         with self._lock:
             self._fetches.extend(jobs)
             self._changed.notify_all()
-        if found < len(fetch.keys):
-            self._land({}, dict.fromkeys(fetch.keys[found:], Reason.ABSENT))
+        if found < len(fetch.keys):  # those behind a missing one are of no use
+            self._land({}, dict.fromkeys(fetch.keys[found:], reason))
 
     def _read(self, fetch: _Fetch) -> None:
         tier = self.tiers[fetch.tier]
@@ -664,7 +699,7 @@ class BlockStore:
                 dict(counts.misses),
                 counts.served,
                 dict(counts.not_served),
-                {tier.name: len(self._writes[n]) + self._writing[n] for n, tier in enumerate(self.tiers)},
+                {tier.name: self._pending[n] for n, tier in enumerate(self.tiers)},
                 len(self._flying),
                 len(self._tickets),
             )
@@ -673,8 +708,8 @@ class BlockStore:
         """Raises InvariantError where the books do not add up."""
         self.host.check()
         with self._lock:
-            if any(len(queue) > self._queue_blocks for queue in self._writes):
-                raise InvariantError("a queue is longer than its bound")
+            if any(not 0 <= pending <= self._queue_blocks for pending in self._pending):
+                raise InvariantError(f"{self._pending} blocks wait to be written, {self._queue_blocks} at most may")
             if len(self._flying) > self._load_blocks or len(self._tickets) > self._max_tickets:
                 raise InvariantError(f"{len(self._flying)} keys in the air, {len(self._tickets)} tickets")
             for ticket in self._tickets:
@@ -689,7 +724,7 @@ class BlockStore:
             return self._drained(timeout_s)
 
     def _drained(self, timeout_s: float) -> bool:
-        return self._changed.wait_for(lambda: not any(self._writes) and not any(self._writing), timeout_s)
+        return self._changed.wait_for(lambda: not any(self._pending), timeout_s)
 
     def close(self, drain_s: float = 5.0) -> None:
         """Takes nothing more, writes what is queued for `drain_s` at most, drops the rest and ends the threads."""
@@ -704,11 +739,13 @@ class BlockStore:
             self._stopping = True
             self._fetches.clear()
             self._flying.clear()
-            for queue in self._writes:
-                left = [item for item in queue if isinstance(item, _Outgoing)]
-                self._counts.dropped[Reason.CLOSED] += len(left)
+            for item in self._seals:
+                for number in item.tiers:
+                    self._unsent(number, [item])
+            self._seals.clear()
+            for number, queue in enumerate(self._writes):
+                self._unsent(number, queue)
                 queue.clear()
-                self._sent(left)
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(1.0)

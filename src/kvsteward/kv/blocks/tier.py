@@ -97,8 +97,8 @@ class Tier(ABC):
     name: str
 
     @abstractmethod
-    def holds(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of the keys it has, as far as it can tell quickly. Tells nothing of whether they are sound."""
+    def holds(self, keys: Sequence[bytes]) -> list[bool] | Miss:
+        """Which of the keys it has, or why it cannot tell. Says nothing of whether they are sound."""
 
     @abstractmethod
     def read(self, keys: Sequence[bytes], rooms: Sequence[memoryview]) -> list[memoryview | Miss]:
