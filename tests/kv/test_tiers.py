@@ -45,7 +45,9 @@ class ByteCopies:
     """Copies between blocks that are bytes and the real shared memory; `fail` makes the next copies fail."""
 
     def __init__(self, rank: int) -> None:
-        self.shape = Shape(PART, 1, 1, "bytes", "d", "plain")
+        self.shape = Shape(
+            part_bytes=PART, layers=1, heads=1, row=1, dtype="x", value_bytes=1, digest="d", backends="plain"
+        )
         self.blocks: dict[int, bytes] = {}
         self.rank, self.fail = rank, 0
         self.place: Place | None = None
@@ -515,6 +517,9 @@ def test_options_are_read():
         ({"disk_path": "/d", "host_gib": 1}, "both disk_path and disk_gib"),
         ({"disk_gib": 1, "host_gib": 1}, "both disk_path and disk_gib"),
         ({"salt": 5, "host_gib": 1}, "salt must be text"),
+        ({"host_gib": 1, "valkey_url": "valkey://h", "codec": "zip"}, "codec 'zip' is unknown"),
+        ({"host_gib": 1, "codec": "int8"}, "neither is there"),
+        ({"host_gib": 1, "valkey_cluster": True}, "needs a valkey_url"),
     ],
 )
 def test_options_that_cannot_be_honoured_are_refused(extra, says):

@@ -108,6 +108,14 @@ def stop_reason(request: Any) -> str:
 # moving KV
 
 
+def tenant_session(request: Any) -> str:
+    """The session's name in the store: the same id under another `cache_salt` is another session. "" for none."""
+    session = str(request.session_id or "")
+    if not session or not request.cache_salt:
+        return session
+    return f"{hashlib.sha256(request.cache_salt.encode()).hexdigest()[:16]}:{session}"
+
+
 def check_tiers(config: Any, cache: Any) -> None:
     """Raises ConfigError where KV blocks of this engine cannot be moved as whole blocks of one group."""
     parallel, groups = config.parallel_config, cache.kv_cache_groups

@@ -114,9 +114,9 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         told = self._told.get(request.request_id, Told())
         with self._guard_tiers() as below:
             if below is not None and told.note and told.hint.final and request.session_id:
-                below.loads.forget(request.session_id)
+                below.loads.forget(compat.tenant_session(request))
             elif below is not None and not told.note:
-                below.loads.began(request, request.session_id or "", told.hint.ttl_s)
+                below.loads.began(request, compat.tenant_session(request), told.hint.ttl_s)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -175,8 +175,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
                     self._kv_cache_manager, self._pool, below.loads.running, connector_output.invalid_block_ids
                 )
             did = connector_output.kv_connector_worker_meta
-            if did is not None:
-                below.heard(did.report)
+            below.heard(did.report if did is not None else Report())
 
     def reset_cache(self) -> bool | None:
         with self._guard() as steward:

@@ -39,12 +39,14 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a worker says of its tensors. `digest` covers names, shapes and dtypes of all layers; `backends` how each
-    packs its values."""
+    packs its values; `row` values lie side by side (those of a token and a head, keys and values)."""
 
     part_bytes: int
     layers: int
     heads: int
+    row: int
     dtype: str
+    value_bytes: int
     digest: str
     backends: str
 
@@ -86,7 +88,16 @@ class Copies:
             raise ConfigError("this worker has no KV tensors")
         first = next(iter(caches.values()))
         digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
-        self.shape = Shape(end, len(described), int(first.shape[1]), str(first.dtype), digest, backends)
+        self.shape = Shape(
+            part_bytes=end,
+            layers=len(described),
+            heads=int(first.shape[1]),
+            row=int(first.shape[-1]),
+            dtype=str(first.dtype),
+            value_bytes=first.element_size(),
+            digest=digest,
+            backends=backends,
+        )
         self._device = first.device
         self._batch = max(1, STAGING_BYTES // end)
 

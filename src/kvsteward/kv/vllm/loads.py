@@ -12,15 +12,19 @@ loaded by the next step or reported as bad with it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvsteward.kv.blocks import BlockStore, Ticket, key
+from kvsteward.kv.blocks.cost import LoadOrRecompute
 from kvsteward.kv.blocks.store import Filling
 
 MAX_KNOWN = 1 << 16
+LOWER = "lower"
+PREFILL_TOKENS = 128
+"""A step of as many tokens tells how fast prefill is."""
 HOLD_S = 1.0
 """How long a waiting request may keep blocks pinned that it does not ask for."""
 KNOWN_S = 600.0
@@ -57,8 +61,8 @@ class Moves:
 
 @dataclass(slots=True)
 class _Turn:
-    """`saved` blocks at the front need no saving. `ticket` is for the blocks from `first` on, given up at `until_s`;
-    `start` is where the newest answer to vLLM began; `answered`: the ticket was told to vLLM."""
+    """`saved` blocks at the front need no saving. `ticket` is for the blocks from `first` on, of which `here` were in
+    host memory at `asked_s`; `start` is where the newest answer to vLLM began; `answered`: it was told the ticket."""
 
     request: Request
     session: str
@@ -70,7 +74,8 @@ class _Turn:
     start: int = 0
     staged: bool = False
     answered: bool = False
-    until_s: float = 0.0
+    asked_s: float = 0.0
+    here: int = 0
 
 
 @dataclass(slots=True)
@@ -121,6 +126,8 @@ class Loads:
         self._fills: list[tuple[bytes, Filling]] = []
         self._known: OrderedDict[bytes, float] = OrderedDict()
         self._after: list[Callable[[], object]] = []
+        self._cost = LoadOrRecompute(store.host.block_bytes, block_tokens)
+        self._timed: deque[tuple[float, int]] = deque(maxlen=4)
         self.counts = Counts()
 
     # one request
@@ -141,13 +148,14 @@ class Loads:
             keys = self._keys(turn)[start:end]
             if not keys:
                 return 0
-            within_s = 0.0 if turn.staged else self._within_s
-            turn.ticket = self._store.stage(keys, within_s, turn.session)
-            turn.first, turn.staged, turn.until_s = start, True, self._clock() + within_s + HOLD_S
+            self._stage(turn, keys, start)
+        assert turn.ticket is not None
         there = turn.ticket.poll()
         if there is None:
             self.counts.waits += 1
             return None
+        if not turn.answered and there > turn.here:
+            self._cost.loaded(LOWER, there - turn.here, self._clock() - turn.asked_s)
         turn.answered = True
         return max(0, min(turn.first + there, end) - start) * self._block_tokens
 
@@ -204,9 +212,11 @@ class Loads:
             if full > turn.saved:
                 full = min(full, len(turn.request.block_hashes))
                 self._next.saves += self._save(turn, full, blocks_of(request_id))
-        now = self._clock()
+        now, tokens_now = self._clock(), sum(scheduled.values())
+        if tokens_now:
+            self._timed.append((now, tokens_now))
         for turn in self._turns.values():  # what vLLM had no room for, or asks no more about
-            if turn.ticket is not None and (turn.answered or now > turn.until_s):
+            if turn.ticket is not None and (turn.answered or now > turn.asked_s + self._within_s + HOLD_S):
                 self._let_go(turn)
         return self._send()
 
@@ -220,6 +230,13 @@ class Loads:
         self._steps[moves.number] = _Step(self._ranks, self._holding, self._fills)
         self._holding, self._fills = [], []
         return moves
+
+    def stepped(self) -> None:
+        """A step with tokens is over: how long its tokens took."""
+        if self._timed:
+            began_s, tokens = self._timed.popleft()
+            if tokens >= PREFILL_TOKENS:
+                self._cost.computed(tokens, self._clock() - began_s)
 
     def rescue(self) -> Moves:
         """After a fault of ours: what was promised and not yet sent is bad."""
@@ -277,6 +294,14 @@ class Loads:
         self._store.close()
 
     # inside
+
+    def _stage(self, turn: _Turn, keys: Sequence[bytes], start: int) -> None:
+        """Once for each admission blocks may be fetched from below, if that is expected to be faster than computing."""
+        turn.first, turn.asked_s, turn.here = start, self._clock(), self._store.lookup(keys)
+        missing, context = len(keys) - turn.here, (start + turn.here) * self._block_tokens
+        fetch = self._lower and not turn.staged and self._cost.decide(LOWER, missing, context).load_blocks > 0
+        turn.ticket = self._store.stage(keys, self._within_s if fetch else 0.0, turn.session, lower=fetch)
+        turn.staged = True
 
     def _keys(self, turn: _Turn) -> list[bytes]:
         hashes, known = turn.request.block_hashes, len(turn.keys)

@@ -15,7 +15,8 @@ from kvsteward.errors import ConfigError
 GIB = 1 << 30
 _NUMBERS = ("reorder_s", "host_gib", "host_bytes", "disk_gib", "valkey_ttl_s", "stage_within_s")
 _TEXTS = ("allow_version", "figures_path", "disk_path", "valkey_url", "codec", "salt")
-_FLAGS = ("check",)
+_FLAGS = ("check", "valkey_cluster")
+CODECS = ("raw", "lossless", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,9 @@ class Options:
     disk_path: Path | None = None
     disk_bytes: int = 0
     valkey_url: str | None = None
+    valkey_cluster: bool = False
     valkey_ttl_s: float = 86_400.0
-    codec: str | None = None
+    codec: str = "raw"
     stage_within_s: float = 0.5
     salt: str = ""
 
@@ -61,12 +63,19 @@ def parse(extra: Mapping[str, object]) -> Options:
         disk_bytes=int(GIB * _number(extra, "disk_gib", 0.0)),
         valkey_url=_text(extra, "valkey_url"),
         valkey_ttl_s=_number(extra, "valkey_ttl_s", 86_400.0),
-        codec=_text(extra, "codec"),
+        valkey_cluster=_flag(extra, "valkey_cluster"),
+        codec=_text(extra, "codec") or "raw",
         stage_within_s=_number(extra, "stage_within_s", 0.5),
         salt=_text(extra, "salt") or "",
     )
     if bool(options.disk_path) != bool(options.disk_bytes):
         raise ConfigError("the disk tier needs both disk_path and disk_gib")
+    if options.codec not in CODECS:
+        raise ConfigError(f"the codec {options.codec!r} is unknown", hint=f"Known: {', '.join(CODECS)}.")
+    if options.codec != "raw" and not (options.disk_path or options.valkey_url):
+        raise ConfigError(f"the codec {options.codec} is for disk and Valkey, and neither is there")
+    if options.valkey_cluster and not options.valkey_url:
+        raise ConfigError("valkey_cluster needs a valkey_url")
     if not options.tiers:
         idle = [name for name in ("disk_path", "valkey_url", "codec", "salt") if extra.get(name)]
         if idle:

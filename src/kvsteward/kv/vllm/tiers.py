@@ -16,7 +16,12 @@ from typing import Any
 
 from kvsteward.errors import KVStewardError
 from kvsteward.kv.blocks import BlockStore, Fingerprint, HostPool
+from kvsteward.kv.blocks.codecs import Codec, Raw
+from kvsteward.kv.blocks.disk import DiskTier
+from kvsteward.kv.blocks.lossless import Lossless
 from kvsteward.kv.blocks.record import HEADER_BYTES
+from kvsteward.kv.blocks.tier import Tier
+from kvsteward.kv.blocks.valkey import ValkeyTier
 from kvsteward.kv.vllm.copies import Place, Shape
 from kvsteward.kv.vllm.loads import Loads, Moves
 from kvsteward.kv.vllm.options import Options
@@ -25,6 +30,34 @@ from kvsteward.kv.vllm.worker import Report
 
 Rank = tuple[int, int]
 log = logging.getLogger("vllm.kvsteward")
+
+
+def lower_tiers(options: Options, namespace: str) -> list[Tier]:
+    """Below host memory, the nearest first. Raises ConfigError."""
+    tiers: list[Tier] = []
+    if options.disk_path is not None:
+        tiers.append(DiskTier(options.disk_path, options.disk_bytes))
+    if options.valkey_url is not None:
+        tiers.append(
+            ValkeyTier(
+                options.valkey_url,
+                namespace=namespace,
+                ttl_s=options.valkey_ttl_s,
+                cluster=options.valkey_cluster,
+            )
+        )
+    return tiers
+
+
+def codec(name: str, shape: Shape) -> Codec:
+    """Raises ConfigError where the KV's dtype cannot be stored that way."""
+    if name == "raw":
+        return Raw()
+    if name == "lossless":
+        return Lossless(shape.value_bytes)
+    from kvsteward.kv.blocks.int8 import Int8  # needs numpy, which vLLM has and the gateway has not
+
+    return Int8(shape.dtype.removeprefix("torch."), shape.row)
 
 
 class Tiers:
@@ -48,7 +81,12 @@ class Tiers:
 
         pool = HostPool(found.block_bytes, options.host_bytes, allocate=allocate)
         (self._segment,) = made
-        self.store = BlockStore(pool, self._lower(), queue_blocks=max(1, len(pool.slots) * 3 // 4))
+        self.store = BlockStore(
+            pool,
+            lower_tiers(options, found.digest().hex()),
+            codec=codec(options.codec, next(iter(shapes.values()))),
+            queue_blocks=max(1, len(pool.slots) * 3 // 4),
+        )
         self.loads = Loads(
             self.store,
             found.digest(),
@@ -64,9 +102,6 @@ class Tiers:
         for rank, shape in shapes.items():
             self._places[rank] = Place(self._segment.name, len(pool.slots), pool.slot_bytes, offset)
             offset += shape.part_bytes
-
-    def _lower(self) -> list[Any]:
-        return []
 
     def describe(self) -> str:
         pool = self.store.host
@@ -86,7 +121,8 @@ class Tiers:
         return self._places
 
     def heard(self, report: Report) -> None:
-        """What workers say of steps."""
+        """What workers say of steps, once for each step."""
+        self.loads.stepped()
         for number, ranks in report.done.items():
             self._told = True
             self.loads.done(number, ranks, failed=False)
