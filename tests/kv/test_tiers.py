@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -100,12 +102,22 @@ class Engine:
     """`size` blocks, LRU. One step at a time, or `lag` steps whose results are not heard yet."""
 
     def __init__(
-        self, size: int, *, slots: int = 32, ranks: int = 1, now: Callable[[], float] = time.monotonic
+        self,
+        size: int,
+        *,
+        slots: int = 32,
+        ranks: int = 1,
+        now: Callable[[], float] = time.monotonic,
+        disk: Path | None = None,
+        salt: str = "",
     ) -> None:
         self.copies = [ByteCopies(rank) for rank in range(ranks)]
         self.workers = [Worker(copies) for copies in self.copies]  # type: ignore[arg-type]
         shapes = {(0, rank): copies.shape for rank, copies in enumerate(self.copies)}
-        self.tiers = Tiers(Options(host_bytes=slots * SLOT, check=True), shapes, fingerprint(ranks), now)
+        options = Options(host_bytes=slots * SLOT, check=True, stage_within_s=5.0, salt=salt)
+        if disk is not None:
+            options = replace(options, disk_path=disk, disk_bytes=GIB)
+        self.tiers = Tiers(options, shapes, fingerprint(ranks), now)
         self.free = list(range(size))
         self.cached: dict[bytes, int] = {}
         self.hash_of: dict[int, bytes] = {}
@@ -236,11 +248,19 @@ class Engine:
             self.running.remove(turn)
             self.give(turn.block_ids)
 
+    def forget_all(self) -> None:
+        """Nothing is left in the pool and in host memory."""
+        assert self.tiers.store.flush(10)
+        self.tiers.store.host.clear()
+        self.cached.clear()
+        self.hash_of.clear()
+
     def whole_turn(self, session: str, tokens: int, output: int = 3) -> int:
         """Runs one turn alone; tokens that it loaded."""
         before, turn = self.loaded, self.begin(session, tokens, output)
         while (admitted := self.admit(turn)) is None:
             self.step()
+            time.sleep(0.0002)
         assert admitted
         while turn in self.running:
             self.step()
@@ -454,8 +474,104 @@ def test_a_request_whose_tokens_change_is_not_mixed_up(engines):
     assert engine.whole_turn("other", 30) == 28
 
 
+# below host memory
+
+
+def test_what_left_host_memory_too_comes_back_from_below(engines, tmp_path):
+    engine = engines(9, disk=tmp_path)
+    engine.whole_turn("a", 30)
+    engine.forget_all()
+    assert engine.whole_turn("a", 30) == 28
+    figures = engine.tiers.figures()
+    assert figures["store"]["staged"] == {"disk": 7}
+    assert engine.tiers.loads.counts.waits > 0
+
+
+def test_another_process_goes_on_from_what_was_written_unless_its_salt_differs(engines, tmp_path):
+    for salt, loaded in (("", 0), ("", 28), ("other", 0), ("", 28)):
+        engine = engines(9, disk=tmp_path, salt=salt)
+        assert engine.whole_turn("a", 30) == loaded
+        engine.tiers.close()
+
+
+def test_a_block_that_is_below_is_not_written_again_and_one_that_was_lost_there_is(engines, tmp_path):
+    engine = engines(40, slots=64, disk=tmp_path)
+    engine.whole_turn("a", 30)
+    assert engine.tiers.store.flush(10)
+    puts = engine.tiers.store.figures().puts
+    engine.tiers.store.host.clear()
+    engine.whole_turn("a", 30)  # all in the pool, nothing in host memory
+    assert engine.tiers.store.figures().puts == puts
+    for path in tmp_path.glob("*/*"):
+        path.unlink()
+    engine.forget_all()
+    assert engine.whole_turn("a", 30) == 0
+    engine.forget_all()
+    assert engine.whole_turn("a", 30) == 28
+
+
+def test_blocks_that_come_too_late_are_computed(engines, tmp_path):
+    now = [0.0]
+    engine = engines(9, disk=tmp_path, now=lambda: now[0])
+    engine.whole_turn("a", 30)
+    engine.forget_all()
+    gate = threading.Event()
+    (disk,) = engine.tiers.store.tiers
+    disk.read, read = lambda keys, rooms: gate.wait(30) and read(keys, rooms), disk.read
+    turn = engine.begin("a", 30)
+    engine.tiers.loads._within_s = 0.05
+    assert engine.admit(turn) is None
+    time.sleep(0.06)
+    assert engine.admit(turn) is True
+    assert turn.num_computed_tokens == 0
+    gate.set()
+    while turn in engine.running:
+        engine.step()
+
+
+def damage(rng: random.Random, path: Path, other: Path) -> None:
+    """One record is cut, bent, emptied, put in the place of another or longer than it was."""
+    record = bytearray(path.read_bytes())
+    kind = rng.randrange(6)
+    if kind == 0:
+        record[rng.randrange(len(record))] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        del record[rng.randrange(len(record)) :]
+    elif kind == 2:
+        record = bytearray(other.read_bytes())
+    elif kind == 3:
+        record += rng.randbytes(rng.randrange(1, 64))
+    elif kind == 4:
+        start = rng.randrange(len(record))
+        record[start:] = rng.randbytes(len(record) - start)
+    else:
+        record.clear()
+    path.write_bytes(record)
+
+
+def test_a_thousand_damaged_records_are_a_thousand_misses(engines, tmp_path):
+    """What is loaded ends before the damaged block; every block that a turn uses is right (the engine looks)."""
+    rng = random.Random(11)
+    engine = engines(40, slots=64, disk=tmp_path)
+    engine.whole_turn("a", 30, output=0)
+    for number in range(1000):
+        engine.forget_all()
+        paths = {
+            bytes(block_hash): path for block_hash in chain("a", 7) for path in tmp_path.glob(f"*/*{block_hash.hex()}*")
+        }
+        assert len(paths) == 7
+        broken = rng.randrange(7)
+        order = [paths[block_hash] for block_hash in chain("a", 7)]
+        damage(rng, order[broken], order[broken - 1])
+        assert engine.whole_turn("a", 30, output=0) == broken * TOKENS, number
+    misses = engine.tiers.figures()["store"]["tiers"][0]["misses"]
+    damaged = {reason: n for reason, n in misses.items() if reason != "absent"}
+    assert sum(damaged.values()) == 1000
+    assert {"checksum", "truncated", "wrong_key"} <= damaged.keys()
+
+
 @given(st.integers(0, 2**32), st.integers(1, 2), st.sampled_from([3, 12, 64]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_random_sessions_never_see_wrong_blocks_and_leave_nothing_held(seed, ranks, slots):
     """Turns that finish, abort while they wait or run, end their session, and copies that fail, in any order."""
     rng = random.Random(seed)

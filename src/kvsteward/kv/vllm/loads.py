@@ -154,9 +154,8 @@ class Loads:
         if there is None:
             self.counts.waits += 1
             return None
-        if not turn.answered and there > turn.here:
-            self._cost.loaded(LOWER, there - turn.here, self._clock() - turn.asked_s)
-        turn.answered = True
+        if not turn.answered:
+            self._heard(turn, there)
         return max(0, min(turn.first + there, end) - start) * self._block_tokens
 
     def allocated(self, request: Request, block_ids: Sequence[int], tokens: int) -> None:
@@ -302,6 +301,13 @@ class Loads:
         fetch = self._lower and not turn.staged and self._cost.decide(LOWER, missing, context).load_blocks > 0
         turn.ticket = self._store.stage(keys, self._within_s if fetch else 0.0, turn.session, lower=fetch)
         turn.staged = True
+
+    def _heard(self, turn: _Turn, there: int) -> None:
+        turn.answered = True
+        if there > turn.here:
+            self._cost.loaded(LOWER, there - turn.here, self._clock() - turn.asked_s)
+        for name in self._keys(turn)[turn.first + there :]:  # it did not come, whatever was believed
+            self._known.pop(name, None)
 
     def _keys(self, turn: _Turn) -> list[bytes]:
         hashes, known = turn.request.block_hashes, len(turn.keys)

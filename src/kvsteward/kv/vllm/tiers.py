@@ -85,7 +85,7 @@ class Tiers:
             pool,
             lower_tiers(options, found.digest().hex()),
             codec=codec(options.codec, next(iter(shapes.values()))),
-            queue_blocks=max(1, len(pool.slots) * 3 // 4),
+            queue_blocks=max(1, len(pool.slots) * 7 // 8),
         )
         self.loads = Loads(
             self.store,
@@ -144,7 +144,13 @@ class Tiers:
         return self.loads.rescue()
 
     def figures(self) -> dict[str, Any]:
-        return {"moves": asdict(self.loads.counts), "store": asdict(self.store.figures()), "given_up": self.given_up}
+        """Counts since the start, and how many blocks of host memory each session uses now."""
+        return {
+            "moves": asdict(self.loads.counts),
+            "store": asdict(self.store.figures()),
+            "sessions": self.store.host.sessions(),
+            "given_up": self.given_up,
+        }
 
     def close(self) -> None:
         try:
