@@ -56,7 +56,7 @@ def raw(cache: torch.Tensor, block: int) -> bytes:
     return part.view(torch.uint8).numpy().tobytes()
 
 
-def case(kind: str, back: str, dtype: torch.dtype) -> list[str]:
+def case(kind: str, back: str, dtype: torch.dtype, *, staged: bool = False) -> list[str]:
     """Saved from tensors of one layout, loaded into those of another."""
     source, target = layers(kind, dtype), layers(back, dtype)
     fill(source, 1)
@@ -65,7 +65,7 @@ def case(kind: str, back: str, dtype: torch.dtype) -> list[str]:
     segment = Segment.create(SLOTS * SLOT_BYTES)
     place = Place(segment.name, SLOTS, SLOT_BYTES, OFFSET)
     for caches, act in ((source, "save"), (target, "load")):
-        copies = Copies(torch, caches, BLOCKS)
+        copies = Copies(torch, caches, BLOCKS, staged=staged)
         copies.attach(place)
         getattr(copies, act)(PAIRS)
     wrong = []
@@ -93,6 +93,7 @@ def main() -> None:
         for kind in (*(layout.name for layout in KVCacheLayout), "kernel", "mla"):
             report["wrong"][f"{name} {kind}"] = case(kind, kind, dtype)
         report["wrong"][f"{name} LBNHC to BLHNC"] = case("LBNHC", "BLHNC", dtype)
+        report["wrong"][f"{name} staged"] = case("LBNHC", "BLHNC", dtype, staged=True)
     one = layers("LBHNC", torch.bfloat16)
     shape = Copies(torch, one, BLOCKS).shape
     shared = Copies(torch, {**one, "layer.again": one["layer.0"]}, BLOCKS).shape

@@ -129,6 +129,12 @@ def check_tiers(config: Any, cache: Any) -> None:
         raise ConfigError("tiers need all workers of an engine on one machine (executor uni or mp, one node)")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("tiers do not know context parallelism, which splits blocks over ranks")
+    draft = getattr(config.speculative_config, "method", None)
+    if draft not in (None, "ngram", "suffix"):
+        raise ConfigError(
+            f"tiers do not know speculative decoding by {draft}: its KV may lag behind",
+            hint="Use ngram speculation, or leave host_gib out.",
+        )
     if not config.cache_config.prefix_caching_hash_algo.startswith("sha256"):
         raise ConfigError(
             f"tiers find blocks by their hash, and {config.cache_config.prefix_caching_hash_algo} can collide",

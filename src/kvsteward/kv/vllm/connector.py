@@ -74,6 +74,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._told: dict[str, Told] = {}
         self._tiers: tiers.Tiers | None = None
         self._worker: Worker | None = None
+        self._deaf = False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -154,6 +155,9 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
                 if self._options.check:
                     compat.check_totals(self._pool, steward.free)
         step = Step()
+        if self._tiers is None and self._options.tiers and not self._deaf:
+            self._deaf = True
+            log.error("kvsteward: the workers did not say what their KV is; there are no tiers")
         with self._guard_tiers() as below:
             if below is not None:
                 step.moves = below.plan(

@@ -62,10 +62,12 @@ class _Layer:
 
 
 class Copies:
-    """`caches`: vLLM's tensors by layer; dimension 0 counts blocks, or equal parts of them. Raises ConfigError where
-    a tensor is not of that kind."""
+    """`caches`: vLLM's tensors by layer; dimension 0 counts blocks, or equal parts of them. `staged`: by way of a
+    tensor on the device, as where there is one. Raises ConfigError where a tensor is not of that kind."""
 
-    def __init__(self, torch: Any, caches: Mapping[str, Any], blocks: int, *, backends: str = "") -> None:
+    def __init__(
+        self, torch: Any, caches: Mapping[str, Any], blocks: int, *, backends: str = "", staged: bool | None = None
+    ) -> None:
         self._torch = torch
         self._layers: list[_Layer] = []
         self._slots: Any = None
@@ -99,6 +101,7 @@ class Copies:
             backends=backends,
         )
         self._device = first.device
+        self._staged = self._device.type != "cpu" if staged is None else staged
         self._batch = max(1, STAGING_BYTES // end)
 
     def attach(self, place: Place) -> None:
@@ -120,22 +123,39 @@ class Copies:
         """Slots to blocks."""
         for batch in self._batches(pairs):
             slots, blocks = self._indices(batch)
-            parts = self._slots.index_select(0, slots).to(self._device)
+            parts = self._up(batch) if self._staged else self._slots.index_select(0, slots)
             for layer in self._layers:
                 values = parts[:, layer.start : layer.end].contiguous().view(layer.view.dtype)
                 shape = (len(batch) * layer.rows, *layer.view.shape[1:])
                 layer.view.index_copy_(0, self._rows(blocks, layer.rows), values.view(shape))
+            self._wait()
 
     def save(self, pairs: Pairs) -> None:
         """Blocks to slots."""
         for batch in self._batches(pairs):
             slots, blocks = self._indices(batch)
-            if self._device.type == "cpu":
-                for layer in self._layers:
-                    self._slots[:, layer.start : layer.end].index_copy_(0, slots, self._gather(layer, blocks, batch))
+            if self._staged:
+                self._down(batch, [self._gather(layer, blocks, batch) for layer in self._layers])
                 continue
-            parts = self._torch.cat([self._gather(layer, blocks, batch) for layer in self._layers], dim=1)
-            self._slots.index_copy_(0, slots, parts.cpu())
+            for layer in self._layers:
+                self._slots[:, layer.start : layer.end].index_copy_(0, slots, self._gather(layer, blocks, batch))
+
+    def _up(self, batch: Pairs) -> Any:
+        """The slots' parts on the device, copied straight from pinned memory."""
+        parts = self._torch.empty((len(batch), self.shape.part_bytes), dtype=self._torch.uint8, device=self._device)
+        for row, (slot, _) in enumerate(batch):
+            parts[row].copy_(self._slots[slot], non_blocking=True)
+        return parts
+
+    def _down(self, batch: Pairs, layers: Sequence[Any]) -> None:
+        parts = self._torch.cat(layers, dim=1)
+        for row, (slot, _) in enumerate(batch):
+            self._slots[slot].copy_(parts[row], non_blocking=True)
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            self._torch.cuda.current_stream(self._device).synchronize()
 
     def _gather(self, layer: _Layer, blocks: Any, batch: Pairs) -> Any:
         values = layer.view.index_select(0, self._rows(blocks, layer.rows))

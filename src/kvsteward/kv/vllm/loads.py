@@ -126,7 +126,7 @@ class Loads:
         self._fills: list[tuple[bytes, Filling]] = []
         self._known: OrderedDict[bytes, float] = OrderedDict()
         self._after: list[Callable[[], object]] = []
-        self._cost = LoadOrRecompute(store.host.block_bytes, block_tokens)
+        self._cost = LoadOrRecompute(store.host.block_bytes, block_tokens, tokens_per_s=1000.0)
         self._timed: deque[tuple[float, int]] = deque(maxlen=4)
         self.counts = Counts()
 
@@ -298,8 +298,10 @@ class Loads:
         """Once for each admission blocks may be fetched from below, if that is expected to be faster than computing."""
         turn.first, turn.asked_s, turn.here = start, self._clock(), self._store.lookup(keys)
         missing, context = len(keys) - turn.here, (start + turn.here) * self._block_tokens
-        fetch = self._lower and not turn.staged and self._cost.decide(LOWER, missing, context).load_blocks > 0
-        turn.ticket = self._store.stage(keys, self._within_s if fetch else 0.0, turn.session, lower=fetch)
+        decision = self._cost.decide(LOWER, missing, context)
+        fetch = self._lower and not turn.staged and decision.load_blocks > 0
+        within_s = min(self._within_s, decision.recompute_s) if fetch else 0.0
+        turn.ticket = self._store.stage(keys, within_s, turn.session, lower=fetch)
         turn.staged = True
 
     def _heard(self, turn: _Turn, there: int) -> None:

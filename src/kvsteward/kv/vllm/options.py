@@ -34,7 +34,7 @@ class Options:
     valkey_cluster: bool = False
     valkey_ttl_s: float = 86_400.0
     codec: str = "raw"
-    stage_within_s: float = 0.5
+    stage_within_s: float = 5.0
     salt: str = ""
 
     @property
@@ -65,7 +65,7 @@ def parse(extra: Mapping[str, object]) -> Options:
         valkey_ttl_s=_number(extra, "valkey_ttl_s", 86_400.0),
         valkey_cluster=_flag(extra, "valkey_cluster"),
         codec=_text(extra, "codec") or "raw",
-        stage_within_s=_number(extra, "stage_within_s", 0.5),
+        stage_within_s=_number(extra, "stage_within_s", 5.0),
         salt=_text(extra, "salt") or "",
     )
     if bool(options.disk_path) != bool(options.disk_bytes):
