@@ -3,16 +3,21 @@
     magic 4 | version 1 | codec 1 | key length 2 | raw length 8 | stored length 8 | expires, Unix s 8 | fingerprint 16 |
     key 64 | CRC-32 of the payload 4 | 8 zeroes | CRC-32 of the header 4            (all little-endian)
 
-CRC-32 finds every error of up to 32 bits in a row and all others but one in 2^32; it is in every Python and ran at
-3 GB/s where it was measured (BLAKE2b: 0.8, SHA-1: 1), without the interpreter's lock.
+CRC-32 finds every error of up to 32 bits in a row and all others but one in 2^32. It is in every Python, and in
+hardware where `isal` or `zlib-ng` is installed: measured for 2 MiB out of memory 0.65 ms and 0.1 ms (SHA-1 1.8,
+BLAKE2b 2.4).
 
 Pure. Invariant: `decode` gives back exactly what `encode` was given for the same key, or says why not.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,17 +32,28 @@ assert _FIELDS.size + _CRC.size == HEADER_BYTES
 
 
 CHUNK_BYTES = 256 << 10
+Crc = Callable[[memoryview | bytes, int], int]
 
 
-def crc(data: memoryview | bytes, value: int = 0) -> int:
-    """CRC-32 of contiguous bytes. Large data go through a small copy: `zlib.crc32` waits for memory at each step, a
-    copy does not, so a block that no cache holds took 0.65 ms instead of 0.92 for 2 MiB."""
+def plain_crc(data: memoryview | bytes, value: int = 0) -> int:
+    """CRC-32 with the standard library. Large data go through a small copy: `zlib.crc32` waits for memory at each
+    step, a copy does not, so 2 MiB that no cache held took 0.65 ms instead of 0.92."""
     view = memoryview(data)
     if view.nbytes <= CHUNK_BYTES:
         return zlib.crc32(view, value)
     for start in range(0, view.nbytes, CHUNK_BYTES):
         value = zlib.crc32(bytes(view[start : start + CHUNK_BYTES]), value)
     return value
+
+
+@functools.cache
+def crc() -> Crc:
+    """The fastest CRC-32 that is installed; all give the same numbers. `isal` took 0.1 ms for 2 MiB."""
+    for module, package in (("isal.isal_zlib", "isal"), ("zlib_ng.zlib_ng", "zlib_ng")):
+        if importlib.util.find_spec(package) is not None:
+            found: Crc = importlib.import_module(module).crc32
+            return found
+    return plain_crc
 
 
 class Reason(StrEnum):
@@ -96,7 +112,7 @@ def encode_header(
     stored_bytes = memoryview(payload).nbytes
     expires = max(0, int(expires_s))
     start = _FIELDS.pack(
-        MAGIC, VERSION, codec, len(key), raw_bytes, stored_bytes, expires, digest_of(key), key, crc(payload)
+        MAGIC, VERSION, codec, len(key), raw_bytes, stored_bytes, expires, digest_of(key), key, crc()(payload, 0)
     )
     return start + _CRC.pack(zlib.crc32(start))
 
@@ -133,6 +149,6 @@ def decode(record: memoryview, key: bytes, *, now_s: float) -> Record | Miss:
     payload = record[HEADER_BYTES:]
     if payload.nbytes != stored_bytes:
         return Miss(Reason.TRUNCATED, f"{payload.nbytes} of {stored_bytes} bytes")
-    if crc(payload) != payload_crc:
+    if crc()(payload, 0) != payload_crc:
         return Miss(Reason.CHECKSUM, "payload")
     return Record(codec, raw_bytes, payload)

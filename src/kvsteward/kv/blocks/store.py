@@ -349,7 +349,7 @@ class BlockStore:
             return self._served(Reason.ABSENT)
         try:
             out[:] = slot.block
-            if self._check_host and slot.sealed and payload_crc(slot.record) != crc(out):
+            if self._check_host and slot.sealed and payload_crc(slot.record) != crc()(out, 0):
                 self.host.forget([key])
                 return self._served(Reason.CHECKSUM)
             return self._served(None)
