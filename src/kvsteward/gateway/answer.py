@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -42,6 +43,8 @@ class AnswerLog:
         self._drafted_s = steward.now()
         self._writing: asyncio.Task[None] | None = None
         self.reader = AnswerReader()
+        self.called: tuple[str, ...] = ()
+        """The tools that the answer calls."""
         self._ended = False
 
     def maybe_draft(self, now: float) -> None:
@@ -81,6 +84,7 @@ class AnswerLog:
         desk, view, session = self._steward.desk, self.prepared.view, self.resolved.session
         if message is None:
             return
+        self.called = called(message)
         estimate = desk.estimator.message(message)
         spent, usage = usage, self.view_usage or usage
         tokens = usage.output_tokens if usage and usage.output_tokens else estimate
@@ -105,6 +109,12 @@ class AnswerLog:
         self._turn.open_in = None
         if usage and spent:
             self._steward.count_answer(self._turn, self.resolved, self.prepared, usage, spent)
+
+
+def called(message: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the functions that an answer calls."""
+    functions = [call.get("function") for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    return tuple(str(function["name"]) for function in functions if isinstance(function, dict) and function.get("name"))
 
 
 async def streamed(steward: Steward, exchange: Exchange, turn: Turn, reply: EngineReply, log: AnswerLog) -> None:

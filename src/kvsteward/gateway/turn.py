@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvsteward.context.marks import Marks
 from kvsteward.context.pipeline import Count, Prepared, Question, Summarise, prepare
 from kvsteward.context.recall import with_room
-from kvsteward.engines.base import EngineRequest
+from kvsteward.engines.base import EngineRequest, Keep
 from kvsteward.errors import (
     ContextOverflowError,
     EngineError,
@@ -36,6 +36,8 @@ from kvsteward.gateway.rounds import recalled
 from kvsteward.gateway.settings import Tenant
 from kvsteward.gateway.upstream import MAX_ERROR_BYTES, PATH, check_accepted, collected, for_engine, read_all
 from kvsteward.policy.admission import Demand
+from kvsteward.policy.retention import WEIGHTS
+from kvsteward.sessions.base import Session
 from kvsteward.wire.answer import AnswerReader
 from kvsteward.wire.chat import ChatRequest, encode, has_images, parse_chat
 from kvsteward.wire.identity import identify
@@ -75,6 +77,13 @@ class Turn:
     first_token_s: float | None = None
     recall: bool = False
     """Our tool is offered beside the client's."""
+    keep: Keep | None = None
+    """What an engine that takes hints is told of the session."""
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """What goes into the body for this engine only."""
+        return {} if self.keep is None else self.at.engine.hint_fields(self.keep, self.request.body)
 
     def step(self, state: str) -> None:
         if state not in LIFE[self.state]:
@@ -168,6 +177,7 @@ async def tried_once(steward: Steward, exchange: Exchange, turn: Turn, resolved:
     """The turn on the engine that it was routed to. Raises Condense where that may help."""
     check_modalities(turn)
     session_id = resolved.session.id
+    turn.keep = keep_of(exchange, turn, resolved.session)
     async with steward.desk.lock(session_id):
         prepared = await prepared_turn(steward, turn, resolved, force=force)
     turn.step("prepared")
@@ -282,6 +292,7 @@ def _summary_body(request: ChatRequest) -> dict[str, Any]:
         "top_logprobs",
         "max_tokens",
         "max_completion_tokens",
+        "kv_transfer_params",
     }
     shaping |= {"guided_json", "guided_regex", "grammar", "json_schema", "stream_options", "parallel_tool_calls"}
     return {**{k: v for k, v in request.body.items() if k not in shaping}, "temperature": 0}
@@ -294,7 +305,8 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
     room = prepared.marks.budget - prepared.tokens
     output = min(request.max_output_tokens or room, room)
     cap = output if steward.must_cap_output(request, prepared, turn.at.info) else None
-    body = encode(request, messages=for_engine(turn.at.info, prepared.view.render()), stream=stream, max_tokens=cap)
+    messages = for_engine(turn.at.info, prepared.view.render())
+    body = encode(request, messages=messages, stream=stream, max_tokens=cap, fields=turn.fields)
     extra = recall.room_tokens(prepared) if turn.recall else 0
     demand = Demand(
         prepared.tokens + extra, max(1, min(output, room - extra)), returning=turn.at.residency.of(session_id) > 0
@@ -322,6 +334,18 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
         await asyncio.shield(log.broken_off("abandoned" if isinstance(error, asyncio.CancelledError) else "error"))
         raise
     turn.step("done")
+    if turn.keep is not None and log.called:
+        steward.note_pause(turn.at.engine, session_id, turn.keep, log.called)
+
+
+def keep_of(exchange: Exchange, turn: Turn, session: Session) -> Keep | None:
+    """What is known of the session; None where the engine does not want to know. Raises UnsupportedError."""
+    asked = exchange.headers.get("x-kvsteward-class", turn.tenant.priority)
+    if asked not in WEIGHTS:
+        raise UnsupportedError(
+            f"X-KVSteward-Class must be one of {', '.join(WEIGHTS)}, not '{asked}'", param="X-KVSteward-Class"
+        )
+    return Keep(session.ttl_s, asked) if turn.at.engine.takes_hints else None
 
 
 def saved_tokens(resolved: Resolved, prepared: Prepared) -> int:

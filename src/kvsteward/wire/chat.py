@@ -183,9 +183,12 @@ def encode(
     stream: bool | None = None,
     max_tokens: int | None = None,
     model: str | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> bytes:
     """The body for the engine: the client's, with the named parts replaced. A stream always reports its usage."""
     body = {k: v for k, v in request.body.items() if k not in OWN_FIELDS}
+    if fields:
+        body.update(fields)
     if messages is not None:
         body["messages"] = messages
     if model is not None:

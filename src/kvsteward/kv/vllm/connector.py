@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from kvsteward.errors import ProtocolError
-from kvsteward.kv.vllm import compat
+from kvsteward.kv.vllm import compat, stats
 from kvsteward.kv.vllm.hints import Told, parse
+from kvsteward.kv.vllm.snapshot import snapshot
 from kvsteward.kv.vllm.steward import Steward
 
 FIGURES_EVERY_S = 5.0
@@ -48,6 +49,18 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._pool: Any = None
         self._steward: Steward | None = None
         self._told: dict[str, Told] = {}
+        self._news_at = -stats.EVERY_S
+        self._heard = 0
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> stats.SessionStats:
+        return stats.SessionStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> stats.SessionMetrics:
+        return stats.SessionMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -72,8 +85,12 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
                 return
             told = self._hear(request, steward)
             if told.note:
-                if request.session_id:
-                    steward.note(request.session_id, told)
+                session = request.session_id or told.session
+                if session:
+                    steward.note(session, told)
+                if compat.is_word(request):  # whoever said it waits for the figures
+                    self._heard += 1
+                    self._news_at = -stats.EVERY_S
                 return
             steward.began(request.request_id, request.session_id)
 
@@ -99,6 +116,15 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
                     compat.check_totals(self._pool, steward.free)
                 self._write_figures(steward)
         return NothingToMove()
+
+    def get_kv_connector_stats(self) -> stats.SessionStats | None:
+        """After each step, in both processes: the workers have nothing to say, the scheduler speaks once a second."""
+        with self._guard() as steward:
+            now = time.monotonic()
+            if steward is not None and now - self._news_at >= stats.EVERY_S:
+                self._news_at = now
+                return stats.SessionStats(snapshot(steward.figures(), self._heard))
+        return None
 
     def reset_cache(self) -> bool | None:
         with self._guard() as steward:
@@ -129,6 +155,8 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     def _hear(self, request: Any, steward: Steward) -> Told:
         try:
             told = parse(request.kv_transfer_params)
+            if told.session and not compat.is_word(request):
+                raise ProtocolError("only the endpoint plug-in's own notes may name a session")
         except ProtocolError as error:
             if not steward.refused_hints:
                 log.warning("kvsteward: a hint is not used: %s", error.message)
