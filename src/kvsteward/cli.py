@@ -106,6 +106,13 @@ def serve(
     recall: Annotated[
         bool, typer.Option("--recall", help="Offer the model a tool that returns what left its view.")
     ] = False,
+    hints: Annotated[
+        str,
+        typer.Option(
+            help="Tell kvsteward's connector inside vLLM of sessions: `auto` where its endpoint plug-in answers, `on` "
+            "where you know that it is there, `off`."
+        ),
+    ] = "auto",
     max_body_mib: Annotated[int, typer.Option(help="Largest request body.")] = 64,
     tenants: Annotated[
         Path | None, typer.Option(help="YAML file of tenants with their API keys. Default: no keys.")
@@ -119,8 +126,7 @@ def serve(
         upstream_key=upstream_key, store=store or default_store(), budget=budget, mode=mode, ttl_s=ttl,
         log_days=log_days, policy=policy, high_water=high_water,
         low_water=low_water, memory_price=memory_price, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
-        selective=selective,
-        max_body_mib=max_body_mib, recall=recall, tenants=tenants,
+        selective=selective, max_body_mib=max_body_mib, recall=recall, tenants=tenants, hints=hints,
     )  # fmt: skip
     run(options)
 

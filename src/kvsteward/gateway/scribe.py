@@ -45,7 +45,7 @@ _SHAPING = frozenset(
     {
         *("messages", "n", "stop", "seed", "stream_options", "max_tokens", "max_completion_tokens", "logprobs"),
         *("top_logprobs", "response_format", "grammar", "json_schema", "guided_json", "guided_regex"),
-        *("structured_outputs", "parallel_tool_calls", "metadata", "store"),
+        *("structured_outputs", "parallel_tool_calls", "metadata", "store", "kv_transfer_params"),
     }
 )
 """Fields of a request that shape its answer, not its prompt."""

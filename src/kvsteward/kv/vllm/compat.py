@@ -14,9 +14,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import vllm
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -25,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
@@ -39,7 +42,9 @@ __all__ = [
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
     "KVConnectorRole",
+    "KVConnectorStats",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
 ]
@@ -98,6 +103,34 @@ def check_totals(pool: Any, free: FreeList) -> None:
 
 def caching(pool: Any) -> bool:
     return bool(pool.enable_caching)
+
+
+def is_word(request: Any) -> bool:
+    """A request that is over before it runs: what the endpoint plug-in says to the connector."""
+    return bool(request.abort_immediately)
+
+
+# in the API server's process
+
+
+async def tell(client: Any, params: Mapping[str, Any]) -> None:
+    """Each rank's connector gets `params` as the `kv_transfer_params` of a request that is over before it runs."""
+    ranks = client.vllm_config.parallel_config.data_parallel_size
+    for rank in range(ranks) if ranks > 1 else (None,):
+        name = f"kvsteward-{uuid4().hex}"
+        await client.notify_kv_transfer_request_rejected(name, dict(params), data_parallel_rank=rank)
+
+
+def connector_metrics(client: Any) -> Any:
+    """The object that the connector's `build_prom_metrics` made, or None: no connector, or no statistics."""
+    loggers = getattr(getattr(client, "logger_manager", None), "stat_loggers", ())
+    proms = [prom for logger in loggers if (prom := getattr(logger, "kv_connector_prom", None)) is not None]
+    return next((prom.prom_metrics for prom in proms if prom.prom_metrics is not None), None)
+
+
+def api_keys(args: Any) -> list[str]:
+    """The keys that vLLM's own middleware asks for on its guarded paths."""
+    return [key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key]
 
 
 def stop_reason(request: Any) -> str:

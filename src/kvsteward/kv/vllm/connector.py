@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvsteward.errors import ProtocolError
-from kvsteward.kv.vllm import compat, options, tiers
+from kvsteward.kv.vllm import compat, options, stats, tiers
 from kvsteward.kv.vllm.copies import Place, Shape
 from kvsteward.kv.vllm.hints import Told, parse
 from kvsteward.kv.vllm.loads import Moves
+from kvsteward.kv.vllm.snapshot import snapshot
 from kvsteward.kv.vllm.steward import Steward
 from kvsteward.kv.vllm.worker import Report, Worker
 
@@ -75,6 +76,18 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._tiers: tiers.Tiers | None = None
         self._worker: Worker | None = None
         self._deaf = False
+        self._news_at = -stats.EVERY_S
+        self._heard = 0
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> stats.SessionStats:
+        return stats.SessionStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> stats.SessionMetrics:
+        return stats.SessionMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -108,14 +121,15 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         with self._guard() as steward:
             told = self._hear(request)
             if steward is not None and told.note:
-                if request.session_id:
-                    steward.note(request.session_id, told)
+                self._heed(request, told, steward)
             elif steward is not None:
                 steward.began(request.request_id, request.session_id)
         told = self._told.get(request.request_id, Told())
         with self._guard_tiers() as below:
-            if below is not None and told.note and told.hint.final and request.session_id:
-                below.loads.forget(compat.tenant_session(request))
+            if below is not None and told.note and told.over:
+                session = compat.tenant_session(request) or told.session
+                if session:
+                    below.loads.forget(session)
             elif below is not None and not told.note:
                 below.loads.began(request, compat.tenant_session(request), told.hint.ttl_s)
 
@@ -130,7 +144,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
                 steward.ended(request.request_id, request.session_id, told, reason, blocks)
         with self._guard_tiers() as below:
             if below is not None:
-                below.loads.ended(request, block_ids[0], final=told.hint.final)
+                below.loads.ended(request, block_ids[0], final=told.over)
         return False, None
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -180,6 +194,15 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
                 )
             did = connector_output.kv_connector_worker_meta
             below.heard(did.report if did is not None else Report())
+
+    def get_kv_connector_stats(self) -> stats.SessionStats | None:
+        """After each step, in both processes: the workers have nothing to say, the scheduler speaks once a second."""
+        with self._guard() as steward:
+            now = time.monotonic()
+            if steward is not None and now - self._news_at >= stats.EVERY_S:
+                self._news_at = now
+                return stats.SessionStats(snapshot(steward.figures(), self._heard))
+        return None
 
     def reset_cache(self) -> bool | None:
         with self._guard() as steward:
@@ -236,9 +259,19 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             self._tiers.close()
             self._tiers = None
 
+    def _heed(self, request: Any, told: Told, steward: Steward) -> None:
+        session = request.session_id or told.session
+        if session:
+            steward.note(session, told)
+        if compat.is_word(request):  # whoever said it waits for the figures
+            self._heard += 1
+            self._news_at = -stats.EVERY_S
+
     def _hear(self, request: Any) -> Told:
         try:
             told = parse(request.kv_transfer_params)
+            if told.session and not compat.is_word(request):
+                raise ProtocolError("only the endpoint plug-in's own notes may name a session")
         except ProtocolError as error:
             if self._steward is not None:
                 if not self._steward.refused_hints:
