@@ -83,6 +83,10 @@ class Ticket:
         """The blocks in host memory, in the order of the keys. Read them, do not write; not after `release`."""
         return self._store._blocks(self)
 
+    def indices(self) -> list[int]:
+        """The numbers of their slots in the pool's buffer, for a process that has it mapped. Not after `release`."""
+        return self._store._indices(self)
+
     def release(self) -> None:
         """Lets the blocks go, whatever `poll` said. A second call does nothing."""
         self._store._release(self)
@@ -93,13 +97,17 @@ class Filling:
 
     def __init__(self, store: BlockStore, slot: Slot, session: str, ttl_s: float | None) -> None:
         self.block = slot.block
+        self.index = slot.index
+        """The slot's number in the pool's buffer."""
         self._store, self._slot, self._session, self._ttl_s = store, slot, session, ttl_s
         self._open = True
 
-    def commit(self) -> None:
-        if self._open:
-            self._open = False
-            self._store._commit(self._slot, self._session, self._ttl_s)
+    def commit(self) -> bool:
+        """True where it was also queued for every lower tier."""
+        if not self._open:
+            return False
+        self._open = False
+        return self._store._commit(self._slot, self._session, self._ttl_s)
 
     def abandon(self) -> None:
         """Gives the slot back unused. After `commit` it does nothing."""
@@ -316,6 +324,10 @@ class BlockStore:
         with self._lock:
             return [ticket._held[key].block for key in ticket.keys[: ticket._settled]] if ticket._held else []
 
+    def _indices(self, ticket: Ticket) -> list[int]:
+        with self._lock:
+            return [ticket._held[key].index for key in ticket.keys[: ticket._settled]] if ticket._held else []
+
     def _release(self, ticket: Ticket) -> None:
         with self._lock:
             if ticket._released:
@@ -383,7 +395,7 @@ class BlockStore:
                 self._counts.dropped[Reason.CLOSED if self._closed else Reason.NO_ROOM] += 1
             return None
 
-    def _commit(self, slot: Slot, session: str, ttl_s: float | None) -> None:
+    def _commit(self, slot: Slot, session: str, ttl_s: float | None) -> bool:
         expires_s = self._wall() + ttl_s if ttl_s is not None else 0.0
         if self._check_host:
             self._seal(slot, slot.key, expires_s)
@@ -398,8 +410,9 @@ class BlockStore:
                     self._pending[number] += 1
                 self._seals.append(_Outgoing(slot, slot.key, session, expires_s, room, len(room)))
                 self._changed.notify_all()
-                return
+                return len(room) == len(self.tiers)
         self.host.unpin([slot])
+        return not self.tiers
 
     def _with_room(self) -> list[int]:
         return [n for n, pending in enumerate(self._pending) if pending < self._queue_blocks]
