@@ -328,8 +328,8 @@ def test_a_time_to_live_holds_here_and_below(make):
     assert store.lookup(KEYS) == 1
     store.host.clear()
     assert loaded(store, KEYS[:1]) == [BLOCKS[0]]
-    store.host.clear()
     clock.now += 1
+    assert store.lookup(KEYS) == 0  # what came back expires too
     assert loaded(store, KEYS[:1]) == []
     assert tier.meter.misses == {Reason.EXPIRED: 1}
 
@@ -407,6 +407,21 @@ def test_a_changed_bit_in_host_memory_is_found_where_that_is_asked_for(make):
     assert not store.get_into(KEYS[0], out)
     assert store.figures().not_served == {"checksum": 1}
     assert store.lookup(KEYS) == 0
+
+
+def test_a_loaded_block_is_checked_in_host_memory_too(make):
+    for codec in (None, Lossless(2)):
+        tier = MemoryTier()
+        store = make([tier], check_host=True, codec=codec)
+        numbers = bytes(BLOCK_BYTES)
+        store.put(KEYS[0], memoryview(numbers))
+        assert store.flush(PATIENCE_S)
+        store.host.clear()
+        assert loaded(store, KEYS[:1]) == [numbers]
+        slot = store.host.pin(KEYS[0])
+        slot.block[17] ^= 4
+        store.host.unpin([slot])
+        assert not store.get_into(KEYS[0], memoryview(bytearray(BLOCK_BYTES)))
 
 
 def test_many_threads_at_once(make):

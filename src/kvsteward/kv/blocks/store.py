@@ -25,6 +25,8 @@ from kvsteward.kv.blocks.record import DAMAGED, HEADER_BYTES, Miss, Reason, crc,
 from kvsteward.kv.blocks.tier import Tier, TierFigures, Write
 
 log = logging.getLogger("kvsteward.blocks")
+JOIN_S = 1.0
+"""For threads that are in a call to a tier when the store is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -638,15 +640,18 @@ class BlockStore:
                 record = Miss(Reason.SIZE, str(record.raw_bytes))
             else:
                 in_place = answer.obj is slot.record.obj
+                raw = codec.number == Raw.number
                 try:
-                    if not (in_place and codec.number == Raw.number):
+                    if not (in_place and raw):
                         codec.decode(memoryview(bytes(record.payload)) if in_place else record.payload, slot.block)
                 except ValueError as error:
                     record = Miss(Reason.CODEC, str(error))
                 else:
-                    if codec.number == Raw.number and not in_place:
+                    if raw and not in_place:
                         slot.record[:HEADER_BYTES] = answer[:HEADER_BYTES]
-                    self.host.commit(slot, sealed=codec.number == Raw.number)
+                    elif not raw and self._check_host:
+                        self._seal(slot, key, record.expires_s)
+                    self.host.commit(slot, expires_s=record.expires_s, sealed=raw or self._check_host)
                     return None
         assert isinstance(record, Miss)
         tier.missed(record.reason)
@@ -726,7 +731,8 @@ class BlockStore:
         return self._changed.wait_for(lambda: not any(self._pending), timeout_s)
 
     def close(self, drain_s: float = 5.0) -> None:
-        """Takes nothing more, writes what is queued for `drain_s` at most, drops the rest and ends the threads."""
+        """Takes nothing more, writes what is queued for `drain_s` at most, drops the rest and ends the threads; one
+        that a tier holds is left to itself after a second."""
         with self._lock:
             if self._stopping:
                 return
@@ -746,7 +752,8 @@ class BlockStore:
                 self._unsent(number, queue)
                 queue.clear()
             self._changed.notify_all()
+        until = time.monotonic() + JOIN_S
         for thread in self._threads:
-            thread.join(1.0)
+            thread.join(max(0.0, until - time.monotonic()))
         for tier in self.tiers:
             tier.close()
