@@ -94,6 +94,24 @@ def test_a_block_that_the_codec_refuses_stays_in_host_memory(make):
     assert store.figures().not_behind == {"memory": 1}
 
 
+def test_a_fault_in_a_codec_loses_what_it_was_for_and_no_more(make, caplog):
+    class Faulty(Lossless):
+        def encode(self, block):
+            if block[0] == 0:
+                raise RuntimeError("a fault in the codec")
+            return super().encode(block)
+
+    tier = MemoryTier()
+    store = make([tier], codec=Faulty(2))
+    store.put(KEYS[0], memoryview(bytes(BLOCK_BYTES)))
+    store.put(KEYS[1], memoryview(b"\1" * BLOCK_BYTES))
+    assert store.flush(PATIENCE_S)
+    assert set(tier.records) == {KEYS[1]}
+    assert "a fault in the codec" in caplog.text
+    assert store.figures().not_behind == {"memory": 1}
+    assert store.host.figures().pinned == 0
+
+
 def test_no_call_waits_for_a_tier_that_hangs(make):
     """Each in a thread that must come back although every call into the tier hangs until the end."""
     tier = MemoryTier()
