@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +53,17 @@ WORDS = [
 
 @contextlib.contextmanager
 def server(
-    python: str, model: str, blocks: int, options: dict[str, Any] | None, log: Path, *, context_tokens: int = 4096
+    python: str, model: str, blocks: int, options: dict[str, Any] | None, log: Path, *, context_tokens: int = 4096,
+    more: Sequence[str] = (),
 ) -> Iterator[str]:
-    """A vLLM server's URL; with the connector if there are `options` for it."""
+    """A vLLM server's URL; with the connector if there are `options` for it, and `more` arguments."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "smol"]
     command += ["--max-model-len", str(context_tokens), "--enforce-eager", "--block-size", str(BLOCK_TOKENS)]
     command += ["--num-gpu-blocks-override", str(blocks), "--enable-prompt-tokens-details"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *more]
     command += (
         ["--kv-transfer-config", json.dumps({**CONNECTOR, "kv_connector_extra_config": options})]
         if options is not None

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from kvsteward.policy.retention import NO_HINT, Hint, State, order
-from kvsteward.policy.returns import Returns
+from kvsteward.policy.returns import Returns, Size
 
 BLOCK_TOKENS = 64
 
@@ -40,6 +40,7 @@ class Request(NamedTuple):
     ends: float
     stop: str
     last: bool
+    output: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -83,10 +84,10 @@ def _flat(rows: list[Any], session: str, start: float) -> list[Request]:
             agents += 1
             found += _flat(row["sub"], f"{session}/{agents}", start + row["t"])
             continue
-        t, _, _, _, api, _, back, shared, blocks, _, stop, _ = row
+        t, _, _, output, api, _, back, shared, blocks, _, stop, _ = row
         parent = number - back if back else -1
         at = start + t
-        found.append(Request(at, session, number, parent, shared if back else 0, blocks, at + (api or 0), stop, False))
+        found.append(Request(at, session, number, parent, shared if back else 0, blocks, at + (api or 0), stop, False, output or 0))
         number += 1
     if found:
         mine = max(i for i, r in enumerate(found) if r.session == session)
@@ -252,7 +253,8 @@ class Learned:
             ended, request = heapq.heappop(self._ending)
             if self._newest[request.session] != request.number:
                 continue
-            self._returns.paused(request.session, ended, request.stop)
+            size = Size(request.blocks * BLOCK_TOKENS, request.output)
+            self._returns.paused(request.session, ended, request.stop, size=size)
             if request.last and self._finals:
                 self._over.add(request.session)
 
@@ -264,4 +266,6 @@ class Learned:
 
     def _state(self, name: str, run: Run) -> State:
         hint = Hint(final=True) if run.request.session in self._over else NO_HINT
-        return State(name, run.request.session, run.end - run.start, run.request.ends, run.superseded, hint)
+        return State(
+            name, run.request.session, run.end - run.start, run.request.ends, superseded=run.superseded, hint=hint
+        )
