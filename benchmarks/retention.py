@@ -18,12 +18,12 @@ from pathlib import Path
 from retention_sim import BLOCK_TOKENS, LRU, Learned, Oracle, Policy, Request, replay, trace
 
 WEKA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "traces" / "weka" / "weka_compact.jsonl.gz"
-Make = Callable[[Sequence[Request], bool], Policy]
+Make = Callable[[Sequence[Request], bool, int], Policy]
 POLICIES: dict[str, Make] = {
-    "lru": lambda requests, held: LRU(held),
-    "ours": lambda requests, held: Learned(),
-    "final": lambda requests, held: Learned(finals=True),
-    "oracle": lambda requests, held: Oracle(requests),
+    "lru": lambda requests, held, blocks: LRU(held),
+    "ours": lambda requests, held, blocks: Learned(blocks),
+    "final": lambda requests, held, blocks: Learned(blocks, finals=True),
+    "oracle": lambda requests, held, blocks: Oracle(requests),
 }
 
 
@@ -38,7 +38,7 @@ def simulate(pools: Sequence[float], seeds: int, alive: float, held: bool) -> No
         began = time.monotonic()
         blocks = int(pool * 1e6 / BLOCK_TOKENS)
         shares = {
-            name: 100 * sum(replay(t, blocks, make(t, held), held=held).share for t in traces) / seeds
+            name: 100 * sum(replay(t, blocks, make(t, held, blocks), held=held).share for t in traces) / seeds
             for name, make in POLICIES.items()
         }
         gap = shares["oracle"] - shares["lru"]

@@ -53,10 +53,19 @@ WORDS = [
 
 @contextlib.contextmanager
 def server(
-    python: str, model: str, blocks: int, options: dict[str, Any] | None, log: Path, *, context_tokens: int = 4096,
+    python: str,
+    model: str,
+    blocks: int,
+    options: dict[str, Any] | None,
+    log: Path,
+    *,
+    context_tokens: int = 4096,
+    path: str = str(SRC),
     more: Sequence[str] = (),
+    **more_env: str,
 ) -> Iterator[str]:
-    """A vLLM server's URL; with the connector if there are `options` for it, and `more` arguments."""
+    """A vLLM server's URL; with the connector if there are `options` for it. `path`: its PYTHONPATH;
+    `more`: arguments."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -70,7 +79,7 @@ def server(
         else []
     )
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    env["PYTHONPATH"] = str(SRC)
+    env |= {"PYTHONPATH": path, **more_env}
     with log.open("wb") as out:
         child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
     try:
@@ -151,7 +160,7 @@ def main() -> None:
     parser.add_argument("--log", default="retention-engine.log")
     options = parser.parse_args()
     more = 40
-    tokens = options.sessions * (options.words + 60 + (options.rounds - 1) * (more + 20))
+    tokens = options.sessions * (options.words + 14 + (options.rounds - 1) * (more + 20))
     blocks = int(tokens / options.over / BLOCK_TOKENS)
     print(f"{options.sessions} sessions, {options.rounds} rounds, {blocks} blocks of {BLOCK_TOKENS} tokens")
     for kind in options.kinds.split(","):

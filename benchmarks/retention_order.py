@@ -1,14 +1,17 @@
 """WEKA's order on a real vLLM: its own free list, kvsteward's connector, and the oracle.
 
-    python benchmarks/retention_order.py --python VLLM_PYTHON --model DIR --pools 0.15,0.3,0.6 [--kinds stock,ours,stops]
+    python benchmarks/retention_order.py --python VLLM_PYTHON --model DIR [--pools 0.2,0.3,0.45,0.6]
+        [--kinds stock,ours,stops,finals] [--layers 4] [--json FILE]
 
 Recorded coding-agent sessions (../shared/data/traces/weka), `--alive` at once, in the order of their requests, one
-after the other and without waiting: an hour of pauses is played in a few seconds, and a pause is as long as the other
-sessions' work in it. All lengths are divided by one number so that the longest prompt fits `--context`; what two
-requests share is scaled alike. Prompts are token ids, answers one token. `--pools`: sizes as shares of what the live sessions
-hold at their peak. `ours` is told the session's id alone, `stops` also why each turn stopped (as a gateway tells it), `finals`
-also which turn of a session was the last. Oracle: Belady, simulated on the same turns; LRU is simulated too, to be
-compared with stock. `--layers` cuts the model and leaves its weights random: what is reused is the same, and it is faster.
+after the other and without waiting: a pause is as long as the other sessions' work in it. All lengths are divided by
+one number so that the longest prompt fits `--context`; what two requests share is scaled alike. Prompts are token
+ids, answers one token. `--pools`: sizes as shares of what the live sessions hold at their peak.
+
+`ours` is told nothing but the session's id, `stops` also why each turn stopped (as a gateway tells it), `finals` also
+which turn of a session was the last. Oracle: Belady on blocks, simulated on the same turns; LRU is simulated too, to
+be compared with stock. `--layers` cuts the model and leaves its weights random: what is reused is the same, and more
+turns fit the time. Without `--python` all is simulated.
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ def play(url: str, played: Sequence[Turn], kind: str, budget_s: float) -> tuple[
 
 
 def simulated(played: Sequence[Turn], blocks: int, policy: Policy) -> float:
-    """Share of prompt tokens reused, as vLLM counts: whole blocks, never the whole prompt, one block is the null block."""
+    """Share of prompt tokens reused, as vLLM counts: whole blocks; one block is its null block."""
     asked = sum(len(turn.prompt) for turn in played) / BLOCK_TOKENS
     return replay([turn.request for turn in played], blocks - 1, policy, held=True).reused / asked
 
@@ -125,31 +128,54 @@ def main() -> None:
     played = turns(requests, options.context)
     peak = peak_blocks([turn.request for turn in played])
     mean = sum(len(turn.prompt) for turn in played) / len(played)
-    print(f"{len(played)} turns of {len({t.request.session for t in played})} sessions, {mean:.0f} tokens a prompt,"
-          f" live sessions hold {peak} blocks of {BLOCK_TOKENS} at their peak", flush=True)
+    print(
+        f"{len(played)} turns of {len({t.request.session for t in played})} sessions, {mean:.0f} tokens a prompt,"
+        f" live sessions hold {peak} blocks of {BLOCK_TOKENS} at their peak",
+        flush=True,
+    )
     cut = ["--hf-overrides", json.dumps({"num_hidden_layers": options.layers}), "--load-format", "dummy"]
     for pool in (float(p) for p in options.pools.split(",")):
         blocks = int(pool * peak)
-        bound = [100 * simulated(played, blocks, p) for p in (LRU(True), Oracle([t.request for t in played]))]
         if not options.python:
-            ours = [100 * simulated(played, blocks, p) for p in (Learned(), Learned(finals=True))]
-            closed = [f"{(x - bound[0]) / max(0.01, bound[1] - bound[0]):.0%}" for x in ours]
-            print(f"{pool:g} ({blocks} blocks): LRU {bound[0]:.2f}, stops {ours[0]:.2f}, finals {ours[1]:.2f}, oracle {bound[1]:.2f} {closed}", flush=True)
+            policies: dict[str, Policy] = {
+                "lru": LRU(True),
+                "stops": Learned(blocks),
+                "finals": Learned(blocks, finals=True),
+                "oracle": Oracle([t.request for t in played]),
+            }
+            shares = {name: simulated(played, blocks, policy) for name, policy in policies.items()}
+            print(f"{pool:g} ({blocks} blocks) simulated: {in_percent(shares)}", flush=True)
             continue
         for kind in options.kinds.split(","):
             with server(
-                options.python, options.model, blocks, {} if kind in HINTS else None, Path(options.log),
-                context_tokens=options.context, more=cut if options.layers else [],
+                options.python,
+                options.model,
+                blocks,
+                {} if kind in HINTS else None,
+                Path(options.log),
+                context_tokens=options.context,
+                more=cut if options.layers else [],
             ) as url:
                 usages, wall_s = play(url, played, kind, options.budget)
-            got = played[: len(usages)]
-            bound = [100 * simulated(got, blocks, p) for p in (LRU(True), Oracle([t.request for t in got]))]
-            share = 100 * sum(c for _, c, _ in usages) / sum(t for t, _, _ in usages)
-            print(f"{pool:g} ({blocks} blocks) {kind}: {share:.2f} % of {sum(t for t, _, _ in usages)} prompt tokens in {len(usages)} turns, {wall_s:.1f} s;"
-                  f" simulated LRU {bound[0]:.2f}, oracle {bound[1]:.2f}", flush=True)
+            done = played[: len(usages)]
+            tokens = sum(prompt for prompt, _, _ in usages)
+            shares = {
+                kind: sum(cached for _, cached, _ in usages) / tokens,
+                "simulated lru": simulated(done, blocks, LRU(True)),
+                "oracle": simulated(done, blocks, Oracle([t.request for t in done])),
+            }
+            print(
+                f"{pool:g} ({blocks} blocks), {len(usages)} turns, {tokens} tokens, {wall_s:.0f} s: {in_percent(shares)}",
+                flush=True,
+            )
             if options.json:
+                row = {"pool": pool, "blocks": blocks, "kind": kind, "wall_s": wall_s, **shares, "usages": usages}
                 with Path(options.json).open("a") as out:
-                    out.write(json.dumps({"pool": pool, "blocks": blocks, "kind": kind, "share": share, "lru": bound[0], "oracle": bound[1], "wall_s": wall_s, "usages": usages}) + "\n")
+                    out.write(json.dumps(row) + "\n")
+
+
+def in_percent(shares: dict[str, float]) -> str:
+    return ", ".join(f"{name} {100 * share:.2f} %" for name, share in shares.items())
 
 
 if __name__ == "__main__":

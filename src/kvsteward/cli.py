@@ -33,12 +33,13 @@ def _root() -> None:
 @app.command()
 def serve(
     engine: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="`embedded` (llama.cpp in a child process), or the engine's URL; what it speaks is found out. "
-            "`vllm=URL`, `sglang=URL`, `llama-server=URL` or `openai=URL` says so."
+            help="`embedded` (the default: llama.cpp in a child process), or the engine's URL; what it speaks is found "
+            "out. `vllm=URL`, `sglang=URL`, `llama-server=URL` or `openai=URL` says so. Several times for several "
+            "engines: each session stays at one, and goes on at another when that is down or drained."
         ),
-    ] = "embedded",
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one and prints it.")] = 8080,
     model: Annotated[Path | None, typer.Option(help="A GGUF file for the embedded engine. Default: SmolLM2.")] = None,
@@ -64,16 +65,54 @@ def serve(
         float, typer.Option(help="Idle seconds after which a session gives back its KV (never its log).")
     ] = 1800,
     log_days: Annotated[float, typer.Option(help="Days that an unused log is kept.")] = 30,
-    high_water: Annotated[float, typer.Option(help="Share of the budget at which a session is compacted.")] = 0.85,
-    low_water: Annotated[float, typer.Option(help="Share of the budget that a compaction leaves.")] = 0.40,
-    keep_rounds: Annotated[int, typer.Option(help="Newest rounds that a compaction keeps verbatim.")] = 3,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="What is kept, reduced and moved: `support`, `coding`, `legal`, `device-control`, or a YAML file. "
+            "`kvsteward policy show NAME` prints one. The options below say otherwise for single settings."
+        ),
+    ] = None,
+    high_water: Annotated[
+        float | None,
+        typer.Option(help="Share of the budget at which a session is compacted at the latest. Default: 0.85."),
+    ] = None,
+    low_water: Annotated[
+        float | None, typer.Option(help="Share of the budget that a compaction leaves. Default: 0.4.")
+    ] = None,
+    memory_price: Annotated[
+        float | None,
+        typer.Option(
+            help="What a token held for a turn is worth in tokens of prefill. Over 0, sessions are compacted earlier; "
+            "docs/marks.md has the model. Default: 0."
+        ),
+    ] = None,
+    keep_rounds: Annotated[
+        int | None, typer.Option(help="Newest rounds that a compaction keeps verbatim. Default: 3.")
+    ] = None,
     tool_limit: Annotated[
         int | None, typer.Option(help="Tokens over which a tool result is reduced on entry. Default: budget / 16.")
     ] = None,
-    summary: Annotated[str, typer.Option(help="Who writes the rolling summary: `engine` or `extractive`.")] = "engine",
+    summary: Annotated[
+        str | None,
+        typer.Option(help="Who writes the rolling summary: `engine` (in the background, the default) or `extractive`."),
+    ] = None,
+    selective: Annotated[
+        float | None,
+        typer.Option(
+            help="Of a long prose result, keep at most this share: the sentences that the engine finds least "
+            "predictable. Needs vLLM, and a prefill of each such text. Default: off."
+        ),
+    ] = None,
     recall: Annotated[
         bool, typer.Option("--recall", help="Offer the model a tool that returns what left its view.")
     ] = False,
+    hints: Annotated[
+        str,
+        typer.Option(
+            help="Tell kvsteward's connector inside vLLM of sessions: `auto` where its endpoint plug-in answers, `on` "
+            "where you know that it is there, `off`."
+        ),
+    ] = "auto",
     max_body_mib: Annotated[int, typer.Option(help="Largest request body.")] = 64,
     tenants: Annotated[
         Path | None, typer.Option(help="YAML file of tenants with their API keys. Default: no keys.")
@@ -83,11 +122,11 @@ def serve(
     from kvsteward.gateway.serve import ServeOptions, run
 
     options = ServeOptions(
-        engine=engine, host=host, port=port, model=model, ctx=ctx, slots=slots, threads=threads, kv=kv,
+        engines=engine or ["embedded"], host=host, port=port, model=model, ctx=ctx, slots=slots, threads=threads, kv=kv,
         upstream_key=upstream_key, store=store or default_store(), budget=budget, mode=mode, ttl_s=ttl,
-        log_days=log_days, high_water=high_water,
-        low_water=low_water, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
-        max_body_mib=max_body_mib, recall=recall, tenants=tenants,
+        log_days=log_days, policy=policy, high_water=high_water,
+        low_water=low_water, memory_price=memory_price, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
+        selective=selective, max_body_mib=max_body_mib, recall=recall, tenants=tenants, hints=hints,
     )  # fmt: skip
     run(options)
 
@@ -210,7 +249,7 @@ def doctor(
     show_doctor(options, as_json=as_json, watch=watch)
 
 
-sessions_app = typer.Typer(no_args_is_help=True, help="Look into a store of session logs.")
+sessions_app = typer.Typer(no_args_is_help=True, help="Look into a store of session logs; move a session.")
 app.add_typer(sessions_app, name="sessions")
 Store = Annotated[str | None, typer.Option(help="The store that `kvsteward serve` was given.")]
 
@@ -237,6 +276,99 @@ def verify(store: Store = None, session: str | None = None) -> None:
         print(f"{fault.session_id} {fault.hash[:12]}: {fault.problem}")
     print(f"{len(found)} faults" if found else "clean")
     raise typer.Exit(1 if found else 0)
+
+
+Gateway = Annotated[str, typer.Option(help="The gateway's URL.", envvar="KVSTEWARD_GATEWAY")]
+Key = Annotated[
+    str | None, typer.Option(help="API key of an admin, where the gateway asks for keys.", envvar="KVSTEWARD_API_KEY")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+HERE = "http://127.0.0.1:8080"
+
+
+@sessions_app.command("move")
+def move_session(
+    session: Annotated[str, typer.Argument(help="The session's id.")],
+    to: Annotated[str, typer.Option(help="The engine that it goes on at, by its URL.")],
+    wait: Annotated[float, typer.Option(help="Seconds to wait for a turn that is running. 0: refuse.")] = 0,
+    tenant: Annotated[str | None, typer.Option(help="Whose session it is, if not the key's own.")] = None,
+    gateway: Gateway = HERE,
+    key: Key = None,
+    json: Json = False,
+) -> None:
+    """Let a session go on at another engine from its next turn on; with a shared KV store its cache goes with it."""
+    from kvsteward.lab import operate
+
+    moved = operate.move(operate.Gateway(gateway, key), session, to, wait, tenant)
+    if json:
+        print_json(moved)
+    else:
+        print(f"{moved['id']} {'goes on' if moved['moved'] else 'is already'} at {moved['to']}")
+
+
+engines_app = typer.Typer(no_args_is_help=True, help="See and steer the engines of a running gateway.")
+app.add_typer(engines_app, name="engines")
+
+
+@engines_app.command("list")
+def list_engines(gateway: Gateway = HERE, key: Key = None, json: Json = False) -> None:
+    """The engines: state, turns on the way, sessions bound to them, tokens resident and free."""
+    from kvsteward.lab import operate
+
+    rows = operate.engines(operate.Gateway(gateway, key))
+    if json:
+        print_json(rows)
+    else:
+        operate.show_engines(rows)
+
+
+Drained = Annotated[str, typer.Argument(help="The engine, by its URL.")]
+
+
+@engines_app.command("drain")
+def drain_engine(engine: Drained, gateway: Gateway = HERE, key: Key = None, json: Json = False) -> None:
+    """No new turns for an engine: running ones end, its sessions go on elsewhere. Ends with `undrain` or a restart of
+    the gateway."""
+    _drain(engine, gateway, key, json, on=True)
+
+
+@engines_app.command("undrain")
+def undrain_engine(engine: Drained, gateway: Gateway = HERE, key: Key = None, json: Json = False) -> None:
+    """Turns again for an engine."""
+    _drain(engine, gateway, key, json, on=False)
+
+
+def _drain(engine: str, gateway: str, key: str | None, json: bool, *, on: bool) -> None:
+    from kvsteward.lab import operate
+
+    state = operate.drain(operate.Gateway(gateway, key), engine, on=on)
+    if json:
+        print_json(state)
+    else:
+        print(f"{state['engine']} is {state['state']}, {state['turns']} turns are on the way")
+
+
+policy_app = typer.Typer(no_args_is_help=True, help="What a session's context is kept by: presets and YAML files.")
+app.add_typer(policy_app, name="policy")
+
+
+@policy_app.command("list")
+def list_policies() -> None:
+    """The presets, and what each is for."""
+    from kvsteward.context.policies import load_policy, presets
+
+    for name in presets():
+        print(f"{name:16}{load_policy(name).about}")
+
+
+@policy_app.command("show")
+def show_policy(
+    name: Annotated[str, typer.Argument(help="A preset, or a YAML file.")],
+) -> None:
+    """Print a policy with all its values, as a file that `--policy` takes. Faults are told by their field."""
+    from kvsteward.context.policies import dump_policy, load_policy
+
+    print(dump_policy(load_policy(name)), end="")
 
 
 def print_json(payload: object) -> None:

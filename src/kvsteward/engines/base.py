@@ -11,7 +11,7 @@ no engine keeps decoding for a client that has gone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +39,8 @@ class EngineInfo:
     modalities: frozenset[str] = field(default_factory=lambda: frozenset({"text"}))
     streams_only: bool = False
     """True where a request that is not streamed outlives its client, so that the gateway must always stream."""
+    prompt_logprobs: bool = False
+    """It can say how likely each token of a prompt is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,25 @@ class EngineLoad:
     preemptions_total: int | None = None
     prefix_queried_tokens_total: int | None = None
     prefix_hit_tokens_total: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What idle sessions have in an engine's pool by its own account. `sessions`: blocks and tokens of the largest."""
+
+    sessions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    blocks: int = 0
+    tokens: int = 0
+    """Of all sessions, those that are not named too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What the gateway knows of a session that helps an engine to choose which idle KV it gives up."""
+
+    ttl_s: float | None = None
+    priority: str = "default"
+    """One of "interactive", "default", "batch"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +101,10 @@ class Engine(ABC):
 
     info: EngineInfo
     """Filled by `start`."""
+    name: str
+    """What people call this engine: its URL, or its kind. Known before `start`, and the same after a restart."""
+    takes_hints: bool = False
+    """True where the engine orders its idle KV by what it is told; `start` finds out."""
 
     @abstractmethod
     async def start(self) -> EngineInfo:
@@ -98,6 +123,13 @@ class Engine(ABC):
         """The exact prompt length of a chat body (messages, tools, template fields) as the engine will count it,
         or None where the engine cannot say. A round trip: not for every turn. Changes nothing."""
 
+    async def prompt_logprobs(
+        self, prompt: str, *, model: str, request_id: str
+    ) -> Sequence[tuple[str, float | None]] | None:
+        """The text of each token of a prompt and its log-probability given those before it (None for the first), or
+        None where the engine cannot say. A prefill of the whole prompt, which no cache shortens."""
+        return None
+
     @abstractmethod
     def open(self, request: EngineRequest) -> AbstractAsyncContextManager[EngineReply]:
         """Sends a request. An error status is an ordinary reply: the caller reads `status`. Nothing is retried."""
@@ -107,8 +139,22 @@ class Engine(ABC):
         """After a reply was left early: True once the engine's own figures show that it stopped working on it."""
 
     @abstractmethod
-    async def release_session(self, session_id: str) -> bool:
-        """Gives back the KV of an idle session now. True if the engine had some and could; False where it cannot."""
+    async def release_session(self, session_id: str, *, moved: bool = False) -> bool:
+        """Gives back the KV of an idle session now. True if the engine had some and could; False where it cannot.
+        `moved`: the session goes on elsewhere, so that what a shared store has of it must stay."""
+
+    def hint_fields(self, keep: Keep, sent: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fields for the body of a turn that tell the engine what is known of its session. `sent` is the client's body,
+        whose own word wins. Pure; empty where the engine takes no hints."""
+        return {}
+
+    async def note_pause(self, session_id: str, keep: Keep, tools: Sequence[str]) -> None:
+        """The session's turn ended in calls of these tools. Nothing where the engine takes no hints."""
+        return
+
+    async def held(self) -> Held | None:
+        """What idle sessions have in the pool; None where the engine does not say. Changes nothing."""
+        return None
 
     @abstractmethod
     async def check(self) -> None:

@@ -43,13 +43,15 @@ class OpenAIEngine(Engine):
 
     dialect: ClassVar[str] = "openai"
     health_path: ClassVar[str] = "/v1/models"
+    gives_prompt_logprobs: ClassVar[bool] = False
 
     def __init__(self, options: HttpOptions, overrides: Overrides | None = None) -> None:
         url = options.url.rstrip("/").removesuffix("/v1")
         self._client = HttpClient(replace(options, url=url))
+        self.name = self._client.url
         self._overrides = overrides or Overrides()
         self._in_flight = 0
-        self.info = EngineInfo(dialect=self.dialect, models=())
+        self.info = EngineInfo(dialect=self.dialect, models=(), prompt_logprobs=self.gives_prompt_logprobs)
 
     async def start(self) -> EngineInfo:
         """Reads what the engine is. Raises EngineUnavailableError if it cannot be reached or is still loading."""
@@ -96,7 +98,7 @@ class OpenAIEngine(Engine):
         count = answer.get("count") if status == 200 and isinstance(answer, dict) else None
         return count if isinstance(count, int) else None
 
-    async def release_session(self, session_id: str) -> bool:
+    async def release_session(self, session_id: str, *, moved: bool = False) -> bool:
         return False
 
     async def check(self) -> None:
@@ -111,6 +113,7 @@ class OpenAIEngine(Engine):
             dialect=self.dialect,
             models=tuple(str(card["id"]) for card in cards),
             context_limit_tokens=min(limits) if limits else None,
+            prompt_logprobs=self.gives_prompt_logprobs,
         )
 
     def _stamp(self, request: EngineRequest) -> Mapping[str, str]:

@@ -89,6 +89,9 @@ class ScriptedOptions:
 
     imitates: Imitated = "vllm"
     """Whose error shapes and habits it has. As llama-server, a request that is not streamed outlives its client."""
+    name: str = "scripted"
+    hints: bool = False
+    """As vLLM, it has kvsteward's connector and its endpoint plug-in: what it is told is in `notes`."""
     model: str = "scripted"
     kv_capacity_tokens: int = 16_384
     block_tokens: int = 16
@@ -131,8 +134,11 @@ class ScriptedEngine(Engine):
     ) -> None:
         """Raises ConfigError if one request of the allowed length could not fit into the pool."""
         self.options = options or ScriptedOptions()
+        self.name = self.options.name
         self.requests: deque[EngineRequest] = deque(maxlen=_KEPT_REQUESTS)
         """What was asked of it, oldest first."""
+        self.notes: deque[tuple[str, str, Mapping[str, Any]]] = deque(maxlen=_KEPT_REQUESTS)
+        """(session, "note" or "release", what was said) of each word to its endpoint plug-in."""
         self.preemptions_total = 0
         self.prefix_queried_tokens_total = 0
         self.prefix_hit_tokens_total = 0
@@ -189,7 +195,7 @@ class ScriptedEngine(Engine):
             await self._clock.sleep(min(0.01, within_s))
         return True
 
-    async def release_session(self, session_id: str) -> bool:
+    async def release_session(self, session_id: str, *, moved: bool = False) -> bool:
         if any(sequence.request.session_id == session_id for sequence in self._living):
             return False
         return self.pool.forget(self._session_blocks.pop(session_id, [])) > 0
@@ -197,6 +203,10 @@ class ScriptedEngine(Engine):
     async def check(self) -> None:
         if self._closed:
             raise EngineUnavailableError("the scripted engine is closed")
+
+    def held_blocks(self) -> dict[str, int]:
+        """Cached blocks by the session that left them; shared ones count for each."""
+        return {session: self.pool.known(hashes) for session, hashes in self._session_blocks.items()}
 
     def active_sessions(self) -> list[str | None]:
         """The session id of each request that the engine works on, its zombies included."""

@@ -155,7 +155,8 @@ class _Pause:
 
 @dataclass(slots=True)
 class _Habit:
-    """How a session has been so far. `slow`: share of long gaps, lately; `ended`: its gap after the last end of a task."""
+    """How a session has been so far. `slow`: share of gaps far above its usual one, lately; `after_end`: octave of its
+    gap when a task had last ended."""
 
     running: _Pause | None = None
     pause: _Pause | None = None

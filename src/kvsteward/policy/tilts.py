@@ -39,7 +39,7 @@ class Tilts:
         return tuple(_tilted(h, sum(column)) for h, column in zip(base, zip(*rows, strict=True), strict=True))
 
     def learn(self, base: Sequence[float], traits: Sequence[Trait], spent_s: Sequence[float], back: int | None) -> None:
-        """One pause, or a part of it: seconds idle by bin, from bin 0 on, and the bin of the return, if there was one."""
+        """One pause, or a part of it: seconds idle by bin from bin 0 on, and the bin of the return if there was one."""
         rows = [(self._tilts[t], self._steps[t]) for t in traits if self._held(t)]
         if not rows:
             return

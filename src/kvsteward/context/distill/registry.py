@@ -66,8 +66,18 @@ def distil(
             found = _fitted(kind, source, limit_tokens, hints, count)
             if found is not None:
                 note = f"{found.note}; {unread}" if unread and source is bounded else found.note
-                return Distillate(found.kind, found.text, note)
+                return Distillate(found.kind, encodable(found.text), note)
     return _cut(text, min(limit_tokens, given), count)
+
+
+def encodable(text: str) -> str:
+    """The text without lone surrogates: an escape such as \\ud83d that a distiller read is no character, and a body
+    with it could not be sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    return text
 
 
 def _fitted(kind: Distiller, text: str, limit: int, hints: Hints, count: CountTokens) -> Distillate | None:
