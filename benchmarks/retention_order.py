@@ -165,7 +165,8 @@ def main() -> None:
                 "oracle": simulated(done, blocks, Oracle([t.request for t in done])),
             }
             print(
-                f"{pool:g} ({blocks} blocks), {len(usages)} turns, {tokens} tokens, {wall_s:.0f} s: {in_percent(shares)}",
+                f"{pool:g} ({blocks} blocks), {len(usages)} turns, {tokens} tokens, {wall_s:.0f} s:"
+                f" {in_percent(shares)}",
                 flush=True,
             )
             if options.json:

@@ -128,10 +128,18 @@ class Outcome:
     reused: int = 0
     asked: int = 0
     over: int = 0
+    first_half: tuple[int, int] = (0, 0)
+    """(reused, asked) of the first half of the requests."""
 
     @property
     def share(self) -> float:
         return self.reused / self.asked
+
+    @property
+    def halves(self) -> tuple[float, float]:
+        """Shares of the first and of the second half of the requests."""
+        reused, asked = self.first_half
+        return reused / asked, (self.reused - reused) / (self.asked - asked)
 
 
 def replay(requests: Sequence[Request], pool_blocks: int, policy: Policy, *, held: bool = False) -> Outcome:
@@ -139,7 +147,9 @@ def replay(requests: Sequence[Request], pool_blocks: int, policy: Policy, *, hel
     runs: dict[Run, None] = {}
     outcome = Outcome()
     used = 0
-    for request in requests:
+    for number, request in enumerate(requests):
+        if number == len(requests) // 2:
+            outcome.first_half = (outcome.reused, outcome.asked)
         session = sessions.setdefault(request.session, _Session())
         session.requests.append(request)
         hits, taken = _enter(session, request, runs)
