@@ -193,3 +193,20 @@ def test_metrics_name_a_bounded_number_of_sessions(engine):
     assert sessions == listed["totals"]["sessions"]
     kinds = {kind for kind in ("released", "kept", "refused") if any(f'kind="{kind}"' in name for name in values)}
     assert kinds == {"released", "kept", "refused"}
+
+
+def test_a_gateway_s_sessions_are_seen_and_deleted_ones_released(engine, serve):
+    """The plug-in is found, hints arrive, what a session holds is shown, and a deleted session holds nothing."""
+    gateway = serve("--engine", engine.url)
+    before = fetch(f"{engine.url}/kvsteward/sessions")["hints"]
+    text = " ".join(f"through{i % 10}" for i in range(120))
+    answer = gateway.chat([{"role": "user", "content": text}], session="through", max_tokens=4, temperature=0)
+    assert answer["usage"]["prompt_tokens"] > 200
+    assert engine.held()["through"] > 5
+    (row,) = gateway.get("/v1/engines")["data"]
+    assert (row["engine"], row["takes_hints"]) == (engine.url, True)
+    request = urllib.request.Request(f"{gateway.url}/v1/sessions/through", method="DELETE")
+    urllib.request.urlopen(request, timeout=30).close()
+    assert "through" not in engine.held()
+    hints = fetch(f"{engine.url}/kvsteward/sessions")["hints"]
+    assert hints == {**before, "kept": before["kept"] + 1, "released": before["released"] + 1}
