@@ -147,10 +147,10 @@ class Engine:
         self.held[block] = 1
         return block
 
-    def begin(self, session: str, tokens: int, output: int = 3) -> Turn:
+    def begin(self, session: str, tokens: int, output: int = 3, ttl_s: float | None = None) -> Turn:
         self.number += 1
         turn = Turn(f"r{self.number}", session, chain(session, 64), tokens, output=output)
-        self.tiers.loads.began(turn, session, None)
+        self.tiers.loads.began(turn, session, ttl_s)
         return turn
 
     def admit(self, turn: Turn) -> bool | None:
@@ -329,6 +329,15 @@ def test_a_final_turn_leaves_nothing(engines):
     assert engine.tiers.store.figures().host.used == 0
     engine.whole_turn("b", 30)
     assert engine.whole_turn("a", 30) == 0
+
+
+def test_what_is_not_to_be_kept_is_not_saved(engines):
+    engine = engines(9)
+    turn = engine.begin("a", 30, ttl_s=0)
+    engine.admit(turn)
+    while turn in engine.running:
+        engine.step()
+    assert engine.tiers.store.figures().puts == 0
 
 
 def test_a_note_of_an_end_drops_what_a_session_left(engines):

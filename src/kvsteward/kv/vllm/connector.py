@@ -116,7 +116,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         with self._guard_tiers() as below:
             if below is not None and told.note and told.hint.final and request.session_id:
                 below.loads.forget(compat.tenant_session(request))
-            elif below is not None and not told.note:
+            elif below is not None and not told.note and compat.same_weights(request):
                 below.loads.began(request, compat.tenant_session(request), told.hint.ttl_s)
 
     def request_finished_all_groups(
