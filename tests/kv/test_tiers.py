@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from kvsteward.errors import ConfigError
 from kvsteward.kv.blocks import Fingerprint
+from kvsteward.kv.blocks.record import Reason
 from kvsteward.kv.vllm.copies import Place, Shape
 from kvsteward.kv.vllm.loads import HOLD_S, Moves
 from kvsteward.kv.vllm.options import GIB, Options, parse
@@ -536,6 +537,18 @@ def test_blocks_that_come_too_late_are_computed(engines, tmp_path):
     gate.set()
     while turn in engine.running:
         engine.step()
+
+
+def test_a_full_disk_and_one_that_forgets_cost_nothing_but_hits(engines, tmp_path):
+    engine = engines(9, disk=tmp_path)
+    (disk,) = engine.tiers.store.tiers
+    disk.write = lambda writes: [Reason.FULL for _ in writes]
+    engine.whole_turn("a", 30)
+    engine.whole_turn("b", 30)
+    assert engine.whole_turn("a", 30) == 28  # from host memory
+    engine.forget_all()
+    assert engine.whole_turn("a", 30) == 0
+    assert engine.tiers.loads.counts.lost == 0
 
 
 def damage(rng: random.Random, path: Path, other: Path) -> None:
