@@ -33,12 +33,13 @@ def _root() -> None:
 @app.command()
 def serve(
     engine: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="`embedded` (llama.cpp in a child process), or the engine's URL; what it speaks is found out. "
-            "`vllm=URL`, `sglang=URL`, `llama-server=URL` or `openai=URL` says so."
+            help="`embedded` (the default: llama.cpp in a child process), or the engine's URL; what it speaks is found "
+            "out. `vllm=URL`, `sglang=URL`, `llama-server=URL` or `openai=URL` says so. Several times for several "
+            "engines: each session stays at one, and goes on at another when that is down or drained."
         ),
-    ] = "embedded",
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one and prints it.")] = 8080,
     model: Annotated[Path | None, typer.Option(help="A GGUF file for the embedded engine. Default: SmolLM2.")] = None,
@@ -98,7 +99,7 @@ def serve(
     from kvsteward.gateway.serve import ServeOptions, run
 
     options = ServeOptions(
-        engine=engine, host=host, port=port, model=model, ctx=ctx, slots=slots, threads=threads, kv=kv,
+        engines=engine or ["embedded"], host=host, port=port, model=model, ctx=ctx, slots=slots, threads=threads, kv=kv,
         upstream_key=upstream_key, store=store or default_store(), budget=budget, mode=mode, ttl_s=ttl,
         log_days=log_days, policy=policy, high_water=high_water,
         low_water=low_water, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
@@ -246,7 +247,7 @@ def lint(
     raise typer.Exit(show_lint(source, as_json=as_json, key=key, limit=limit))
 
 
-sessions_app = typer.Typer(no_args_is_help=True, help="Look into a store of session logs.")
+sessions_app = typer.Typer(no_args_is_help=True, help="Look into a store of session logs; move a session.")
 app.add_typer(sessions_app, name="sessions")
 Store = Annotated[str | None, typer.Option(help="The store that `kvsteward serve` was given.")]
 
@@ -296,6 +297,76 @@ def show_policy(
     from kvsteward.context.policies import dump_policy, load_policy
 
     print(dump_policy(load_policy(name)), end="")
+
+
+Gateway = Annotated[str, typer.Option(help="The gateway's URL.", envvar="KVSTEWARD_GATEWAY")]
+Key = Annotated[
+    str | None, typer.Option(help="API key of an admin, where the gateway asks for keys.", envvar="KVSTEWARD_API_KEY")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+HERE = "http://127.0.0.1:8080"
+
+
+@sessions_app.command("move")
+def move_session(
+    session: Annotated[str, typer.Argument(help="The session's id.")],
+    to: Annotated[str, typer.Option(help="The engine that it goes on at, by its URL.")],
+    wait: Annotated[float, typer.Option(help="Seconds to wait for a turn that is running. 0: refuse.")] = 0,
+    tenant: Annotated[str | None, typer.Option(help="Whose session it is, if not the key's own.")] = None,
+    gateway: Gateway = HERE,
+    key: Key = None,
+    json: Json = False,
+) -> None:
+    """Let a session go on at another engine from its next turn on; with a shared KV store its cache goes with it."""
+    from kvsteward.lab import operate
+
+    moved = operate.move(operate.Gateway(gateway, key), session, to, wait, tenant)
+    if json:
+        print_json(moved)
+    else:
+        print(f"{moved['id']} {'goes on' if moved['moved'] else 'is already'} at {moved['to']}")
+
+
+engines_app = typer.Typer(no_args_is_help=True, help="See and steer the engines of a running gateway.")
+app.add_typer(engines_app, name="engines")
+
+
+@engines_app.command("list")
+def list_engines(gateway: Gateway = HERE, key: Key = None, json: Json = False) -> None:
+    """The engines: state, turns on the way, sessions bound to them, tokens resident and free."""
+    from kvsteward.lab import operate
+
+    rows = operate.engines(operate.Gateway(gateway, key))
+    if json:
+        print_json(rows)
+    else:
+        operate.show_engines(rows)
+
+
+Drained = Annotated[str, typer.Argument(help="The engine, by its URL.")]
+
+
+@engines_app.command("drain")
+def drain_engine(engine: Drained, gateway: Gateway = HERE, key: Key = None, json: Json = False) -> None:
+    """No new turns for an engine: running ones end, its sessions go on elsewhere. Ends with `undrain` or a restart of
+    the gateway."""
+    _drain(engine, gateway, key, json, on=True)
+
+
+@engines_app.command("undrain")
+def undrain_engine(engine: Drained, gateway: Gateway = HERE, key: Key = None, json: Json = False) -> None:
+    """Turns again for an engine."""
+    _drain(engine, gateway, key, json, on=False)
+
+
+def _drain(engine: str, gateway: str, key: str | None, json: bool, *, on: bool) -> None:
+    from kvsteward.lab import operate
+
+    state = operate.drain(operate.Gateway(gateway, key), engine, on=on)
+    if json:
+        print_json(state)
+    else:
+        print(f"{state['engine']} is {state['state']}, {state['turns']} turns are on the way")
 
 
 def print_json(payload: object) -> None:

@@ -8,6 +8,8 @@
     │   ├── UnsupportedError          understood, but this engine or deployment cannot do it        400
     │   ├── AuthenticationError       no key, or a wrong one                                        401
     │   ├── ForeignOriginError        a web page of another site sent it                            403
+    │   ├── ForbiddenError            this key may not do it                                        403
+    │   ├── ConflictError             cannot be done now: a turn runs, an engine is drained         409
     │   └── NotFoundError             no such session, item or model                                404
     ├── OverloadedError               the queue is full or the wait was too long; retry later       503
     ├── EngineError                   the engine failed                                             502
@@ -91,6 +93,19 @@ class ForeignOriginError(RequestError):
     code = "foreign_origin"
     kind = "permission_error"
     default_hint = "Set API keys (--tenants) to let web pages of other sites use this gateway."
+
+
+class ForbiddenError(RequestError):
+    status = 403
+    code = "forbidden"
+    kind = "permission_error"
+    default_hint = "Use the key of a tenant with 'admin: true'."
+
+
+class ConflictError(RequestError):
+    status = 409
+    code = "conflict"
+    default_hint = "Wait until the turn has ended, then send the request again."
 
 
 class NotFoundError(RequestError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +64,8 @@ class Running:
 
 
 @asynccontextmanager
-async def running(engine: Engine, settings: Settings, store: SessionStore) -> AsyncIterator[Running]:
-    app = create_app(settings, engine, store)
+async def running(engines: Sequence[Engine], settings: Settings, store: SessionStore) -> AsyncIterator[Running]:
+    app = create_app(settings, engines, store)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -74,7 +74,7 @@ async def running(engine: Engine, settings: Settings, store: SessionStore) -> As
         while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.005)
         async with aiohttp.ClientSession(url) as http:
-            yield Running(url, http, app, engine, store)
+            yield Running(url, http, app, engines[0], store)
     finally:
         server.should_exit = True
         await serving
@@ -98,7 +98,8 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             **options: Any,
         ) -> Running:
             engine = engine or ScriptedEngine(ScriptedOptions(**options), answers=answers)
+            engines = engine if isinstance(engine, list) else [engine]
             opened = await asyncio.to_thread(open_store, store or str(tmp_path / "sessions.db"))
-            return await stack.enter_async_context(running(engine, settings or Settings(), opened))
+            return await stack.enter_async_context(running(engines, settings or Settings(), opened))
 
         yield begin

@@ -71,7 +71,7 @@ class Running:
 def gateway(settings: Settings, answers: list[str | Answer], options: ScriptedOptions) -> Iterator[Running]:
     """A gateway on a free port, in a thread with an event loop of its own."""
     engine = Breakable(options, answers=answers)
-    app = create_app(settings, engine, open_store("memory:"))
+    app = create_app(settings, [engine], open_store("memory:"))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()

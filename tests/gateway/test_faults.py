@@ -146,7 +146,7 @@ async def test_a_client_that_leaves_frees_the_engine(start, stream, imitates):
     else:
         request.cancel()
     await gateway.until(lambda: not gateway.engine.active_sessions(), within_s=1.0)
-    await gateway.until(lambda: gateway.steward.gate.pool.running == 0)
+    await gateway.until(lambda: gateway.steward.fleet.first.gate.pool.running == 0)
     gateway.engine.pool.check_integrity()
     counted = b'kvsteward:turns_total{outcome="abandoned"} 1.0'
     await gateway.until(lambda: counted in gateway.steward.telemetry.text())
@@ -164,13 +164,13 @@ async def test_a_client_that_leaves_the_queue_leaves_no_trace(start):
         answers=["word " * 100, "late"], decode_tokens_per_s=100, kv_capacity_tokens=512, context_limit_tokens=512
     )
     first = asyncio.create_task(gateway.chat(user("a"), session="a", max_tokens=200))
-    await gateway.until(lambda: gateway.steward.gate.pool.running == 1)
+    await gateway.until(lambda: gateway.steward.fleet.first.gate.pool.running == 1)
     second = asyncio.create_task(gateway.chat(user("b"), session="b", max_tokens=400))
-    await gateway.until(lambda: gateway.steward.gate.pool.waiting == 1)
+    await gateway.until(lambda: gateway.steward.fleet.first.gate.pool.waiting == 1)
     second.cancel()
-    await gateway.until(lambda: gateway.steward.gate.pool.waiting == 0)
+    await gateway.until(lambda: gateway.steward.fleet.first.gate.pool.waiting == 0)
     assert (await first)["status"] == 200
-    assert gateway.steward.gate.pool.reserved_tokens == 0
+    assert gateway.steward.fleet.first.gate.pool.reserved_tokens == 0
 
 
 async def test_a_zombie_is_counted(start):
@@ -191,7 +191,7 @@ async def test_a_full_queue_says_when_to_come_back(start):
         settings=Settings(limits=Limits(max_waiting=0)),
     )
     first = asyncio.create_task(gateway.chat(user("a"), session="a", max_tokens=300))
-    await gateway.until(lambda: gateway.steward.gate.pool.running == 1)
+    await gateway.until(lambda: gateway.steward.fleet.first.gate.pool.running == 1)
     answer = await gateway.chat(user("b"), session="b", max_tokens=300)
     assert (answer["status"], answer["error"]["code"]) == (503, "overloaded")
     assert int(answer["headers"]["Retry-After"]) >= 1
@@ -210,7 +210,7 @@ async def test_turns_wait_for_room_and_never_pass_the_pool(start):
     )
     assert {a["status"] for a in answers} == {200}
     assert gateway.engine.preemptions_total == 0
-    assert gateway.steward.gate.pool.reserved_tokens == 0
+    assert gateway.steward.fleet.first.gate.pool.reserved_tokens == 0
     assert await gateway.verify() == []
 
 

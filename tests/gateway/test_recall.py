@@ -199,7 +199,7 @@ async def test_an_engine_that_fails_in_the_second_round(start):
     answer = await gateway.chat(user("hi"), session="s")
     assert answer["status"] == 500
     assert (await gateway.get("/v1/sessions/s"))["state"] == "idle"
-    assert gateway.steward.gate.pool.reserved_tokens == 0
+    assert gateway.steward.fleet.first.gate.pool.reserved_tokens == 0
     assert await gateway.verify() == []
 
 

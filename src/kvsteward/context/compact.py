@@ -17,10 +17,22 @@ from dataclasses import replace
 import orjson
 
 from kvsteward.context.images import stale
-from kvsteward.context.layout import ACKNOWLEDGEMENT, HASH_CHARS, Epoch, Fact, Item, PlanItem, Stub, View, cuts
+from kvsteward.context.layout import (
+    ACKNOWLEDGEMENT,
+    HASH_CHARS,
+    Epoch,
+    Fact,
+    Item,
+    PlanItem,
+    Stub,
+    Verdict,
+    View,
+    cuts,
+)
 from kvsteward.context.marks import Marks
-from kvsteward.context.memory import collect, firm
+from kvsteward.context.memory import collect, firm, stands_in, values
 from kvsteward.context.plan import PLAN, TRACE, PlanRules, Room, after, carried
+from kvsteward.context.summary import Draft, verify
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ContextOverflowError
 from kvsteward.wire.chat import PINNED_ROLES, class_of, image_marks
@@ -30,7 +42,9 @@ Shorten = Callable[[Item, int], str | None]
 
 MAX_FACTS, MAX_STUBS, MAX_REQUESTS = 1_000, 400, 200
 _HEADER = "[kvsteward] {dropped} earlier messages are condensed here. Nothing is lost: each hash names a full message."
-_REQUEST_SHARE, _SUMMARY_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.3, 160
+_REQUEST_SHARE, _EXTRACT_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.15, 160
+SUMMARY_SHARE = 0.3
+"""Of the condensed block, for a summary that the engine writes; the extractive one has less to say."""
 _REQUEST_CHARS, _LABEL_CHARS = 600, 48
 _PLAN_HEADERS = {
     "system": "From the system prompt, word for word:",
@@ -41,12 +55,10 @@ _PLAN_HEADERS = {
 }
 _LEFT = "Messages that left (hash, what it was, values in it):"
 _SLACK_TOKENS = 16
-
-SUMMARY_INSTRUCTION = (
-    "Summarise our conversation so far for your own later use, in at most {words} words. State: what the user wants, "
-    "what was decided and done, results with their exact ids, numbers, names and paths, and what is still open. "
-    "Write plain lines, no preamble."
-)
+_VALUE_TOKENS = 2
+"""What a value costs beside its text."""
+_MAX_MISSES = 20
+"""Facts that do not fit any more before the others are not tried."""
 
 
 def droppable_tokens(view: View, marks: Marks) -> int:
@@ -59,7 +71,7 @@ def droppable_tokens(view: View, marks: Marks) -> int:
 def compact(
     view: View,
     marks: Marks,
-    summary: str | None,
+    draft: Draft | None,
     keep_rounds: int,
     estimator: Estimator,
     tools_tokens: int,
@@ -67,9 +79,9 @@ def compact(
     rules: PlanRules | None = None,
     keep: Sequence[str] = (),
 ) -> View:
-    """The view of the next epoch. `summary` is the engine's, or None for the extractive one. Raises
-    ContextOverflowError where even the last step of the ladder does not get under `marks.hard`. `keep` are patterns of
-    values that stay."""
+    """The view of the next epoch. `draft` is the engine's summary; where there is none, or it is not fit to be shown,
+    an extractive one takes its place. Raises ContextOverflowError where even the last step of the ladder does not get
+    under `marks.hard`. `keep` are patterns of values that stay."""
     rules = PlanRules() if rules is None else rules
     room_for_rules = Room.of(marks.budget)  # `scaled` leaves the budget as it is
     base = tools_tokens + sum(item.tokens for item in view.pinned) + estimator.text(ACKNOWLEDGEMENT) + 10
@@ -97,7 +109,7 @@ def compact(
         marks.hard - fixed - kept_tokens - _SLACK_TOKENS,
     )
     still = {h: t for h, t in view.epoch.overrides.items() if any(item.hash == h for item in kept)}
-    epoch = _condense(view, dropped, kept, summary, room, estimator, standing, keep)
+    epoch = _condense(view, dropped, kept, draft, room, estimator, standing, keep)
     spoken = view.epoch.spoken
     epoch = replace(
         epoch,
@@ -183,7 +195,7 @@ def _condense(
     view: View,
     dropped: Sequence[Item],
     kept: Sequence[Item],
-    summary: str | None,
+    draft: Draft | None,
     room: int,
     estimator: Estimator,
     plan: Sequence[PlanItem] = (),
@@ -198,11 +210,9 @@ def _condense(
     requests = requests[:1] + requests[1:][-MAX_REQUESTS:]
     wanted = {fact.value: fact for fact in firm(dropped, before.facts, keep)}
     others = (fact for fact in collect(dropped, before.facts, kept) if fact.value not in wanted)
-    facts = [*wanted.values(), *others][:MAX_FACTS]
+    found = [*wanted.values(), *others]
+    facts = found[:MAX_FACTS]
     stubs = (*before.stubs, *(_stub(item, labels) for item in dropped if item.role != "user"))[-MAX_STUBS:]
-    written = (
-        summary if summary is not None else _extract(before.summary, dropped, int(room * _SUMMARY_SHARE), estimator)
-    )
     total = before.dropped + len(dropped)
     through = dropped[-1].depth if dropped else before.through
     head = [_HEADER.format(dropped=total)]
@@ -210,6 +220,8 @@ def _condense(
     asked = _request_lines(plain, int(room * _REQUEST_SHARE), estimator)
     if asked:
         head += ["Asked so far, oldest first:", *asked]
+    shown = "\n".join([plan_text, *head])
+    written, judged = _written(view, dropped, draft, found, plan, shown, room, estimator)
     if written:
         head += ["Summary:", written]
     text = "\n".join(head)
@@ -233,7 +245,45 @@ def _condense(
         facts=tuple(facts),
         stubs=stubs,
         dropped=total,
+        judged=judged,
     )
+
+
+def _written(
+    view: View,
+    dropped: Sequence[Item],
+    draft: Draft | None,
+    found: Sequence[Fact],
+    plan: Sequence[PlanItem],
+    shown: str,
+    room: int,
+    estimator: Estimator,
+) -> tuple[str, Verdict | None]:
+    """The summary that the block shows: the engine's if it stands the test, with lines for what came after it was
+    asked; else the extractive one. `found`: all facts, the first `MAX_FACTS` of which are kept in the table; `room`:
+    the whole block's."""
+    extract_room, room = int(room * _EXTRACT_SHARE), int(room * SUMMARY_SHARE)
+    if draft is None:
+        return _extract(view.epoch.summary, dropped, extract_room, estimator), None
+    sources = [view.epoch.block, *(f"{i.text}\n{_arguments(i)}" for i in (*view.pinned, *view.items))]
+    left = {item.hash for item in dropped}
+    judged = verify(
+        draft.answer,
+        finished=draft.finished,
+        sources="\n".join(sources),
+        plan=[item.text for item in plan],
+        shown=shown,
+        facts={f.value: f"- {f.source[:HASH_CHARS]}: {f.value}" for f in found if f.source in left},
+        table={f.value for f in found[:MAX_FACTS]},
+        room_tokens=room,
+        estimator=estimator,
+    )
+    if judged.outcome == "replaced":
+        return _extract(view.epoch.summary, dropped, extract_room, estimator), judged
+    later = [item for item in dropped if item.depth > draft.through]
+    rest = _extract("", later, max(32, room - estimator.text(judged.text)), estimator).splitlines() if later else []
+    said = set(judged.text.splitlines())
+    return "\n".join([judged.text, *(line for line in rest if line not in said)]), replace(judged, text="")
 
 
 def _said(item: Item) -> str:
@@ -247,10 +297,22 @@ def _labels(items: Iterable[Item]) -> dict[str, str]:
     for item in items:
         for call in item.message.get("tool_calls") or ():
             function = call.get("function") or {}
-            arguments = " ".join(str(function.get("arguments") or "").split())
-            brief = arguments if len(arguments) <= _LABEL_CHARS else arguments[: _LABEL_CHARS - 3] + "..."
+            brief = _brief(str(function.get("arguments") or ""))
+            brief = brief if len(brief) <= _LABEL_CHARS else brief[: _LABEL_CHARS - 3] + "..."
             labels[call["id"]] = f"{function.get('name', 'call')} {brief}".strip()
     return labels
+
+
+def _brief(arguments: str) -> str:
+    """Arguments without JSON's marks; where there is one, its value alone: the tool's name says what it is."""
+    try:
+        given = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        given = None
+    if isinstance(given, dict):
+        told = {key: value if isinstance(value, str) else orjson.dumps(value).decode() for key, value in given.items()}
+        arguments = next(iter(told.values())) if len(told) == 1 else ", ".join(f"{k}={v}" for k, v in told.items())
+    return " ".join(arguments.split())
 
 
 def _stub(item: Item, labels: Mapping[str, str]) -> Stub:
@@ -287,41 +349,55 @@ def _middle_cut(text: str, chars: int) -> str:
 
 
 def _extract(earlier: str, dropped: Sequence[Item], room: int, estimator: Estimator) -> str:
-    """The extractive summary: the first sentence of what the assistant said, newest kept if not all fit."""
+    """The extractive summary: the first sentence of what the assistant said, each once. If not all fit, those with
+    values are kept first, the newest of them."""
     lines = [line for line in earlier.splitlines() if line.strip()]
     for item in dropped:
-        if item.role == "assistant" and item.text.strip():
-            first = item.text.strip().splitlines()[0]
+        if item.role == "assistant" and (first := _first_sentence(item.text)):
             lines.append(f"- {_middle_cut(first, 160)}")
-    chosen: list[str] = []
-    for line in reversed(lines):
+    lines = list(dict.fromkeys(reversed(lines)))  # newest first, what was said again only once
+    chosen: set[str] = set()
+    for line in sorted(lines, key=lambda line: not values(line)):
         cost = estimator.text(line)
         if cost > room and not chosen:
-            line = _middle_cut(line, len(line) * room // cost)
+            short = _middle_cut(line, len(line) * room // cost)
+            lines[lines.index(line)], line = short, short
         elif cost > room:
             break
         room -= cost
-        chosen.append(line)
-    return "\n".join(reversed(chosen))
+        chosen.add(line)
+    return "\n".join(line for line in reversed(lines) if line in chosen)
+
+
+def _first_sentence(text: str) -> str:
+    """The first line that says something: of three words at least, and no mark-up."""
+    for line in text.splitlines():
+        if len(line.split()) >= 3 and line.lstrip()[0] not in "<`{[":
+            return line.strip()
+    return ""
 
 
 def _value_lines(
     facts: Sequence[Fact], stubs: Sequence[Stub], shown_elsewhere: str, room: int, estimator: Estimator
 ) -> list[str]:
-    """One line for each message that left, with its values: best values first until the room is used, then the newest
-    messages without values."""
+    """One line for each message that left, with its values: those worth most for a token until the room is used, then
+    the newest messages without values."""
     by_hash = {stub.hash: stub for stub in stubs}
     chosen: dict[str, list[str]] = {}
-    for fact in facts:
-        if fact.value in shown_elsewhere:
+    misses = 0
+    for fact in sorted(facts, key=lambda f: -f.score / (_VALUE_TOKENS + estimator.text(f.value))):
+        if stands_in(fact.value, shown_elsewhere):
             continue
         head = _line_head(fact.source, by_hash.get(fact.source))
-        in_label = fact.value in head  # a call's arguments stand in the label of its result
+        in_label = stands_in(fact.value, head)  # a call's arguments stand in the label of its result
         cost = (0 if in_label else estimator.text(f", {fact.value}")) + (
             0 if fact.source in chosen else estimator.text(head)
         )
         if cost > room:
-            break
+            misses += 1
+            if misses > _MAX_MISSES:
+                break
+            continue
         room -= cost
         line = chosen.setdefault(fact.source, [])
         if not in_label:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from kvsteward.context.hygiene import Moved
 from kvsteward.context.images import shown
@@ -90,6 +90,29 @@ class Stub:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of the engine's summary at one compaction, why, and the counts."""
+
+    outcome: Literal["used", "repaired", "replaced", "late"]
+    """"late": there was none in time."""
+    reason: str = ""
+    lines: int = 0
+    """Lines that the engine wrote."""
+    invented: int = 0
+    """Lines cut for a value that stands in no source."""
+    orders: int = 0
+    """Lines cut because they give orders."""
+    plan_added: int = 0
+    facts: int = 0
+    """Facts of the span that left."""
+    facts_added: int = 0
+    """Facts that neither the summary nor the table had: added as lines."""
+    facts_left: int = 0
+    """Facts for whose lines there was no room; the log has them."""
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PlanItem:
     """A text that stays word for word (`context.plan`)."""
 
@@ -120,6 +143,8 @@ class Epoch:
     hidden_images: tuple[str, ...] = ()
     """Images that are not shown in messages up to the depth `hidden_through`."""
     hidden_through: int = 0
+    judged: Verdict | None = None
+    """What became of the engine's summary. None where none was wanted."""
     plan: tuple[PlanItem, ...] = ()
     """The Plan of what was condensed."""
     spoken: bool = False

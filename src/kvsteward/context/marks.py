@@ -19,6 +19,8 @@ from kvsteward.context.plan import PlanRules
 from kvsteward.errors import ConfigError
 
 NO_LIMIT = 1 << 62
+_PREPARE_SHARE = 0.1
+"""Of the way from the low to the high mark: what is left of it when the summary is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Policy:
     """A tool result over this is reduced on entry. Default: a sixteenth of the budget, 160 at the least, 4,096 at the
     most."""
     summary: str = "engine"
-    """"engine" asks the model at a compaction; "extractive" never does."""
+    """"engine" asks the model, in the background, before a compaction; "extractive" never does."""
     answer_tokens: int = 512
     """Room kept for the answer where the request sets no limit (an eighth of the budget at the most)."""
     plan: PlanRules = field(default_factory=PlanRules)
@@ -73,12 +75,13 @@ class Policy:
         reserve = max_output_tokens or min(self.answer_tokens, budget_tokens // 8)
         hard = budget_tokens - min(reserve, budget_tokens // 2)
         high = min(int(budget_tokens * self.high_water_ratio), hard)
+        low = min(int(budget_tokens * self.low_water_ratio), int(high * 0.75))
         tool_limit = self.tool_limit_tokens or min(4_096, max(160, budget_tokens // 16))
         return Marks(
             budget=budget_tokens,
             hard=hard,
             high=high,
-            low=min(int(budget_tokens * self.low_water_ratio), int(high * 0.75)),
+            low=low,
             block=int(budget_tokens * self.block_ratio),
             tool_limit=tool_limit,
             text_limit=max(tool_limit, budget_tokens // 4),
@@ -100,6 +103,11 @@ class Marks:
     def unlimited(self) -> Marks:
         """The same marks for messages of any length."""
         return replace(self, tool_limit=NO_LIMIT, text_limit=NO_LIMIT)
+
+    @property
+    def prepare(self) -> int:
+        """Where the summary for the coming compaction is asked for at the latest."""
+        return self.high - int((self.high - self.low) * _PREPARE_SHARE)
 
     def scaled(self, factor: float) -> Marks:
         """The same marks in units of an estimate that is off by a known factor."""

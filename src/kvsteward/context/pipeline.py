@@ -19,15 +19,16 @@ from typing import Any
 import msgspec
 import orjson
 
-from kvsteward.context.compact import SUMMARY_INSTRUCTION, compact, droppable_tokens
+from kvsteward.context.compact import SUMMARY_SHARE, compact, droppable_tokens
 from kvsteward.context.distill.base import Hints
 from kvsteward.context.distill.registry import distil
 from kvsteward.context.hygiene import Moved, note_of
 from kvsteward.context.images import hashes
-from kvsteward.context.layout import HASH_CHARS, Epoch, Item, Message, View, note_holder
+from kvsteward.context.layout import ACKNOWLEDGEMENT, HASH_CHARS, Epoch, Item, Message, Verdict, View, note_holder
 from kvsteward.context.marks import Marks, Policy
 from kvsteward.context.memory import argument_values, values
 from kvsteward.context.plan import PLAN, PlanRules, Room, kept_words, plan_of
+from kvsteward.context.summary import SCHEMA, Draft, ask
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ContextOverflowError
 from kvsteward.wire.chat import class_of, text_of
@@ -48,13 +49,12 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Summarise:
-    """Question: the engine's answer to these messages. They extend the view that is cached. Answer: str or None."""
+    """Question: the engine's answer to these messages. They extend the view that is cached. `schema`: what the answer
+    is held to, where the engine can do that. Answer: (text, whether it came to its end), or None."""
 
     messages: Sequence[Message]
     max_tokens: int
-
-
-Question = Count | Summarise
+    schema: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,12 @@ def prepare(
     estimator: Estimator,
     force: bool = False,
     moved: Sequence[Moved] | None = None,
-) -> Generator[Question, Any, Prepared]:
+    draft: Draft | None = None,
+) -> Generator[Count, Any, Prepared]:
     """The view with `arrivals` in it. `force` compacts in any case: the engine refused what the estimate allowed.
-    `moved` is what hygiene took out of this request's system prompt; None where the request has none. Raises
-    ContextOverflowError if it cannot be made to fit."""
+    `moved` is what hygiene took out of this request's system prompt; None where the request has none. `draft` is the
+    summary that was prepared for the next compaction (`summarise`). Raises ContextOverflowError if it cannot be made
+    to fit."""
     prior = view.for_tools(known_for)
     tools_tokens = estimator.json(tools)
     items, reductions = admit(prior, arrivals, marks if policy.reduce else marks.unlimited(), estimator, policy.plan)
@@ -139,7 +141,8 @@ def prepare(
             raise _overflow(tokens, marks)
         return Prepared(view, tokens, exact, tuple(reductions), note=note, marks=marks)
     view, note = _noted_again(view, note, estimator)
-    prepared = yield from _compacted(prior, view, tokens, reductions, tools_tokens, known_for, marks, policy, estimator)
+    draft = draft if draft is not None and fits(draft, prior) else None
+    prepared = yield from _compacted(draft, view, tokens, reductions, tools_tokens, known_for, marks, policy, estimator)
     return replace(prepared, note=note)
 
 
@@ -178,7 +181,7 @@ def _must_compact(view: View, tokens: int, marks: Marks) -> bool:
 
 
 def _compacted(
-    prior: View,
+    draft: Draft | None,
     view: View,
     tokens: int,
     reductions: list[Reduction],
@@ -187,9 +190,8 @@ def _compacted(
     marks: Marks,
     policy: Policy,
     estimator: Estimator,
-) -> Generator[Question, Any, Prepared]:
+) -> Generator[Count, Any, Prepared]:
     """One compaction. The estimate is corrected by the engine's count; a second, stricter pass is the last."""
-    summary = yield from _ask_summary(prior, marks, policy, estimator, tools_tokens)
     shorten = _shortener(view, marks, estimator, policy.plan)
     factor = view.estimate_tokens(tools_tokens) if not view.known_tokens else _estimated(view, tools_tokens)
     correction = min(1.0, factor / tokens) if tokens else 1.0
@@ -197,7 +199,7 @@ def _compacted(
         after = compact(
             view,
             marks.scaled(correction * strictness),
-            summary,
+            draft,
             policy.keep_rounds,
             estimator,
             tools_tokens,
@@ -213,6 +215,8 @@ def _compacted(
         raise _overflow(length, marks)
     if counted is not None:
         after = after.counted(counted, known_for)
+    if policy.summary == "engine" and after.epoch.judged is None:
+        after = replace(after, epoch=replace(after.epoch, judged=Verdict("late", "none was ready")))
     reductions.append(Reduction(after.head, "compact", "high-water mark", tokens, length, after.epoch.block))
     return Prepared(after, length, counted is not None, tuple(reductions), after.epoch, marks=marks)
 
@@ -237,20 +241,51 @@ def _no_window(tokens: int, marks: Marks) -> ContextOverflowError:
     )
 
 
-def _ask_summary(
-    prior: View, marks: Marks, policy: Policy, estimator: Estimator, tools_tokens: int
-) -> Generator[Question, Any, str | None]:
-    """The engine's rolling summary, asked by appending to the view that it has cached. None if there is nothing to
-    summarise, no room to ask, no answer, or an answer that is too long to be a summary."""
-    if policy.summary != "engine" or not prior.known_tokens or len(prior.items) < 2:
+def summary_due(view: View, tokens: int, marks: Marks, policy: Policy) -> bool:
+    """Whether the next compaction is near, after a turn that left `tokens` in the view: a few more rounds like the
+    newest would reach the high-water mark. What they bring stays verbatim at the compaction, so that a summary of all
+    before them, asked now, covers what will leave."""
+    if not policy.compact or policy.summary != "engine" or len(view.items) < 2 or tokens > marks.budget:
+        return False
+    recent, rounds = 0, 0
+    for item in reversed(view.items):
+        recent += item.tokens
+        rounds += item.role == "assistant"
+        if rounds == policy.keep_rounds:
+            break
+    return tokens + recent >= marks.high or tokens >= marks.prepare
+
+
+def summarise(
+    view: View, marks: Marks, policy: Policy, estimator: Estimator, tools_tokens: int, *, structured: bool
+) -> Generator[Summarise, Any, Draft | None]:
+    """The engine's summary of a view, asked by appending to what it has cached. None if there is nothing to summarise,
+    no room to ask, or no answer. The newest answer is left out: it stays verbatim at the compaction, a client may
+    replace it by another, and where it is a call, no template wants a question between the call and its result."""
+    items = list(view.items)
+    while items and items[-1].role == "assistant":
+        items.pop()
+    if policy.summary != "engine" or len(items) < 2:
         return None
-    room = max(64, int(marks.block * 0.3))
-    instruction = {"role": "user", "content": SUMMARY_INSTRUCTION.format(words=room // 2)}
-    if prior.estimate_tokens(tools_tokens) + estimator.message(instruction) + room > marks.budget:
+    room = max(64, int(marks.block * SUMMARY_SHARE))
+    question: list[Message] = [
+        {"role": "assistant", "content": ACKNOWLEDGEMENT},  # many templates want roles to alternate
+        {"role": "user", "content": ask(room // 2, structured=structured)},
+    ]
+    cost = sum(estimator.message(message) for message in question)
+    if view.estimate_tokens(tools_tokens) + cost + room > marks.budget:
         return None
-    answer = yield Summarise([*prior.render(), instruction], room)
-    text = answer.strip() if answer else ""
-    return text if text and estimator.text(text) <= room * 2 else None
+    shown = replace(view, items=tuple(items)).render()
+    answer = yield Summarise([*shown, *question], room, SCHEMA if structured else None)
+    if answer is None:
+        return None
+    text, finished = answer
+    return Draft(view.epoch.through, items[-1].depth, items[-1].hash, text, finished)
+
+
+def fits(draft: Draft, view: View) -> bool:
+    """Whether a draft speaks of this view: no compaction since, and what it covers is still part of the history."""
+    return draft.epoch == view.epoch.through and any(item.hash == draft.at for item in view.items)
 
 
 def admit(

@@ -11,7 +11,7 @@ no engine keeps decoding for a client that has gone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +54,25 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """What idle sessions have in an engine's pool by its own account. `sessions`: blocks and tokens of the largest."""
+
+    sessions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    blocks: int = 0
+    tokens: int = 0
+    """Of all sessions, those that are not named too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What the gateway knows of a session that helps an engine to choose which idle KV it gives up."""
+
+    ttl_s: float | None = None
+    priority: str = "default"
+    """One of "interactive", "default", "batch"."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One request as it goes to the engine. `body` is the JSON as it will be sent."""
 
@@ -80,6 +99,10 @@ class Engine(ABC):
 
     info: EngineInfo
     """Filled by `start`."""
+    name: str
+    """What people call this engine: its URL, or its kind. Known before `start`, and the same after a restart."""
+    takes_hints: bool = False
+    """True where the engine orders its idle KV by what it is told; `start` finds out."""
 
     @abstractmethod
     async def start(self) -> EngineInfo:
@@ -107,8 +130,22 @@ class Engine(ABC):
         """After a reply was left early: True once the engine's own figures show that it stopped working on it."""
 
     @abstractmethod
-    async def release_session(self, session_id: str) -> bool:
-        """Gives back the KV of an idle session now. True if the engine had some and could; False where it cannot."""
+    async def release_session(self, session_id: str, *, moved: bool = False) -> bool:
+        """Gives back the KV of an idle session now. True if the engine had some and could; False where it cannot.
+        `moved`: the session goes on elsewhere, so that what a shared store has of it must stay."""
+
+    def hint_fields(self, keep: Keep, sent: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fields for the body of a turn that tell the engine what is known of its session. `sent` is the client's body,
+        whose own word wins. Pure; empty where the engine takes no hints."""
+        return {}
+
+    async def note_pause(self, session_id: str, keep: Keep, tools: Sequence[str]) -> None:
+        """The session's turn ended in calls of these tools. Nothing where the engine takes no hints."""
+        return
+
+    async def held(self) -> Held | None:
+        """What idle sessions have in the pool; None where the engine does not say. Changes nothing."""
+        return None
 
     @abstractmethod
     async def check(self) -> None:

@@ -104,6 +104,7 @@ class EmbeddedEngine(LlamaServerEngine):
         """Raises ConfigError if no model is named and the default one is not installed, or an option makes no sense."""
         self._http = replace(http or HttpOptions(url="http://127.0.0.1"), api_key=secrets.token_urlsafe(24))
         super().__init__(self._http, overrides, kv_unified=options.kv_unified)
+        self.name = "embedded"
         self._options = _checked(options)
         self._policy = restarts or RestartPolicy()
         self._model = options.model or default_model()

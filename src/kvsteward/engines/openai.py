@@ -47,6 +47,7 @@ class OpenAIEngine(Engine):
     def __init__(self, options: HttpOptions, overrides: Overrides | None = None) -> None:
         url = options.url.rstrip("/").removesuffix("/v1")
         self._client = HttpClient(replace(options, url=url))
+        self.name = self._client.url
         self._overrides = overrides or Overrides()
         self._in_flight = 0
         self.info = EngineInfo(dialect=self.dialect, models=())
@@ -96,7 +97,7 @@ class OpenAIEngine(Engine):
         count = answer.get("count") if status == 200 and isinstance(answer, dict) else None
         return count if isinstance(count, int) else None
 
-    async def release_session(self, session_id: str) -> bool:
+    async def release_session(self, session_id: str, *, moved: bool = False) -> bool:
         return False
 
     async def check(self) -> None:

@@ -89,6 +89,7 @@ class ScriptedOptions:
 
     imitates: Imitated = "vllm"
     """Whose error shapes and habits it has. As llama-server, a request that is not streamed outlives its client."""
+    name: str = "scripted"
     model: str = "scripted"
     kv_capacity_tokens: int = 16_384
     block_tokens: int = 16
@@ -131,6 +132,7 @@ class ScriptedEngine(Engine):
     ) -> None:
         """Raises ConfigError if one request of the allowed length could not fit into the pool."""
         self.options = options or ScriptedOptions()
+        self.name = self.options.name
         self.requests: deque[EngineRequest] = deque(maxlen=_KEPT_REQUESTS)
         """What was asked of it, oldest first."""
         self.preemptions_total = 0
@@ -189,7 +191,7 @@ class ScriptedEngine(Engine):
             await self._clock.sleep(min(0.01, within_s))
         return True
 
-    async def release_session(self, session_id: str) -> bool:
+    async def release_session(self, session_id: str, *, moved: bool = False) -> bool:
         if any(sequence.request.session_id == session_id for sequence in self._living):
             return False
         return self.pool.forget(self._session_blocks.pop(session_id, [])) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
@@ -15,9 +16,11 @@ from starlette.routing import BaseRoute, Route
 
 from kvsteward import __version__
 from kvsteward.context.recall import make_ask
+from kvsteward.engines.base import Engine
 from kvsteward.errors import EngineError, KVStewardError, NotFoundError, ProtocolError, StateError
-from kvsteward.gateway import dashboard, turn
-from kvsteward.gateway.auth import tenant_of
+from kvsteward.gateway import dashboard, fleet_api, turn
+from kvsteward.gateway.auth import operates, tenant_of
+from kvsteward.gateway.bodies import body_of, json, number_of
 from kvsteward.gateway.desk import public_id, storage_id
 from kvsteward.gateway.recall import look_up
 from kvsteward.gateway.relay import Exchange
@@ -32,11 +35,6 @@ if TYPE_CHECKING:
 
 Endpoint = Callable[["Steward", Request, Tenant], Awaitable[Response]]
 _MAX_PAGE = 1_000
-_MAX_SMALL_BODY = 1 * 2**20
-
-
-def json(payload: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(payload), status, media_type="application/json")
 
 
 def routes(steward: Steward) -> list[BaseRoute]:
@@ -67,6 +65,10 @@ def routes(steward: Steward) -> list[BaseRoute]:
         route("/v1/sessions/{id:path}/view", _view),
         route("/v1/sessions/{id:path}/items/{hash}", _item),
         route("/v1/sessions/{id:path}/recall", _recall),
+        route("/v1/sessions/{id:path}/move", fleet_api.move, "POST"),
+        route("/v1/engines", fleet_api.engines),
+        route("/v1/engines/drain", fleet_api.drain, "POST"),
+        route("/v1/engines/undrain", fleet_api.undrain, "POST"),
         route("/v1/sessions/{id:path}", _get),
         route("/v1/sessions/{id:path}", _delete, "DELETE"),
         route("/create_session", _create_simple, "POST"),
@@ -94,42 +96,53 @@ def exception_handlers() -> dict[Any, Any]:
 
 
 async def _health(steward: Steward) -> Response:
-    info = steward.engine.info
-    try:
-        await steward.engine.check()
-        problem = None
-    except EngineError as error:
-        problem = error.message
+    """Well as long as one engine answers; `engine` is the first that does, or the first."""
+    stations = steward.fleet.stations
+    problems = await asyncio.gather(*(_problem(station.engine) for station in stations))
+    info, problem = next(
+        ((s.info, None) for s, found in zip(stations, problems, strict=True) if found is None),
+        (stations[0].info, problems[0]),
+    )
     body = {
         "status": "ok" if problem is None else "engine unavailable",
         "version": __version__,
         "engine": {"dialect": info.dialect, "version": info.version, "problem": problem},
+        "engines": {"all": len(stations), "answering": problems.count(None)},
         "budget_tokens": steward.budget_tokens(steward.settings.default_tenant),
     }
     return json(body, 200 if problem is None else 503)
+
+
+async def _problem(engine: Engine) -> str | None:
+    try:
+        await engine.check()
+    except EngineError as error:
+        return error.message
+    return None
 
 
 async def _models(steward: Steward, _: Request, tenant: Tenant) -> Response:
     budget = steward.budget_tokens(tenant)
     cards = [
         {"id": name, "object": "model", "created": 0, "owned_by": "kvsteward", "max_model_len": budget}
-        for name in steward.engine.info.models
+        for name in steward.fleet.models()
     ]
     return json({"object": "list", "data": cards})
 
 
 async def _memory(steward: Steward, request: Request, tenant: Tenant) -> Response:
-    """The account. Blocks are the engine's where it reports them, else those that the session ledger implies. With
-    `?limit=N` only the N sessions that were used last."""
-    info, load = steward.engine.info, steward.load
-    limit = max(1, min(int(_number(request, "limit", _MAX_PAGE)), _MAX_PAGE))
+    """The account of all engines together. Blocks are the engine's where it reports them, else those that the session
+    ledger implies. With `?limit=N` only the N sessions that were used last."""
+    fleet = steward.fleet
+    info, load, capacity = fleet.first.info, fleet.load(), fleet.capacity_tokens()
+    limit = max(1, min(int(number_of(request, "limit", _MAX_PAGE)), _MAX_PAGE))
     sessions = await steward.desk.call(steward.desk.store.list, tenant=tenant.name, limit=limit)
-    resident = steward.residency.total_tokens
+    resident = fleet.resident_tokens()
     block = info.block_tokens or 1
-    total = info.kv_capacity_tokens // block if info.kv_capacity_tokens else None
+    total = capacity // block if capacity else None
     usage = load.kv_usage_ratio
-    if usage is None and info.kv_capacity_tokens:
-        usage = min(1.0, resident / info.kv_capacity_tokens)
+    if usage is None and capacity:
+        usage = min(1.0, resident / capacity)
     used = round(usage * total) if usage is not None and total else -(-resident // block)
     return json(
         {
@@ -139,17 +152,17 @@ async def _memory(steward: Steward, request: Request, tenant: Tenant) -> Respons
             "num_blocks_total": total,
             "block_size": block,
             "kv_cache_usage": usage,
-            "kv_capacity_tokens": info.kv_capacity_tokens,
+            "kv_capacity_tokens": capacity,
             "kv_bytes_per_token": info.kv_bytes_per_token,
             "weight_bytes": info.weight_bytes,
             "k_dtype": info.k_dtype,
             "v_dtype": info.v_dtype,
             "budget_tokens": steward.budget_tokens(tenant),
             "resident_tokens": resident,
-            "running": steward.gate.pool.running,
-            "waiting": steward.gate.pool.waiting,
+            "running": fleet.running(),
+            "waiting": fleet.waiting(),
             "engine": asdict(load),
-            "sessions": [_session(steward, session) for session in sessions],
+            "sessions": [described(steward, session, tenant) for session in sessions],
         }
     )
 
@@ -157,7 +170,7 @@ async def _memory(steward: Steward, request: Request, tenant: Tenant) -> Respons
 async def _history(steward: Steward, request: Request, tenant: Tenant) -> Response:
     """Samples of the last minutes, oldest first. With `?after=SECONDS` only newer ones. Sessions of other tenants are
     counted, not named."""
-    after = _number(request, "after", 0.0)
+    after = number_of(request, "after", 0.0)
     return json({"samples": [_own(s, tenant) for s in steward.samples if s["at_s"] > after]})
 
 
@@ -172,7 +185,12 @@ def _own(sample: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
 # -- sessions -----------------------------------------------------------------------------------------------------
 
 
-def _session(steward: Steward, session: Session) -> dict[str, Any]:
+def described(steward: Steward, session: Session, tenant: Tenant) -> dict[str, Any]:
+    """A session as its tenant may see it: engines are named to operators only."""
+    station = steward.fleet.station_of(session.id, session.engine)
+    blocks, tokens = (None, None)
+    if station is not None and station.held is not None:
+        blocks, tokens = station.held.sessions.get(session.id, (0, 0))
     return {
         "id": public_id(session),
         "object": "session",
@@ -185,10 +203,15 @@ def _session(steward: Steward, session: Session) -> dict[str, Any]:
         "ttl_s": session.ttl_s,
         "branched_from": session.branched_from,
         "head": session.head,
-        "tokens_resident": steward.residency.of(session.id),
+        "tokens_resident": station.residency.of(session.id) if station else 0,
         "tokens_in_view": session.view_tokens,
         "tokens_in_log": session.log_tokens,
         "tokens_saved": session.saved_tokens,
+        "engine": station.name if station and operates(tenant, steward.settings) else None,
+        "engine_blocks": blocks,
+        "engine_tokens": tokens,
+        "compactions": session.compactions,
+        "tokens_prefilled_again": session.again_tokens,
     }
 
 
@@ -206,7 +229,7 @@ def _entry(entry: Entry, *, whole: bool = True) -> dict[str, Any]:
     return {**described, "message": orjson.Fragment(entry.raw)} if whole else described
 
 
-async def _found(steward: Steward, request: Request, tenant: Tenant) -> Session:
+async def found(steward: Steward, request: Request, tenant: Tenant) -> Session:
     session_id = storage_id(tenant.name, request.path_params["id"])
     session = await steward.desk.call(steward.desk.store.get, session_id)
     if session is None or session.tenant != tenant.name:
@@ -214,21 +237,12 @@ async def _found(steward: Steward, request: Request, tenant: Tenant) -> Session:
     return session
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    raw = b""
-    async for part in request.stream():
-        raw += part
-        if len(raw) > _MAX_SMALL_BODY:
-            raise ProtocolError(f"the body is larger than {_MAX_SMALL_BODY} bytes")
-    return parse_object(raw) if raw.strip() else {}
-
-
 async def _create(steward: Steward, request: Request, tenant: Tenant) -> Response:
-    return json(_session(steward, await _created(steward, await _body(request), tenant)), 201)
+    return json(described(steward, await _created(steward, await body_of(request), tenant), tenant), 201)
 
 
 async def _create_simple(steward: Steward, request: Request, tenant: Tenant) -> Response:
-    session = await _created(steward, await _body(request), tenant)
+    session = await _created(steward, await body_of(request), tenant)
     return json({"session_id": public_id(session)})
 
 
@@ -255,34 +269,34 @@ async def _created(steward: Steward, body: dict[str, Any], tenant: Tenant) -> Se
 
 
 async def _list(steward: Steward, request: Request, tenant: Tenant) -> Response:
-    limit = int(_number(request, "limit", 100))
-    offset = int(_number(request, "offset", 0))
+    limit = int(number_of(request, "limit", 100))
+    offset = int(number_of(request, "offset", 0))
     sessions = await steward.desk.call(
         steward.desk.store.list, tenant=tenant.name, limit=max(1, min(limit, _MAX_PAGE)), offset=max(0, offset)
     )
-    return json({"object": "list", "data": [_session(steward, session) for session in sessions]})
+    return json({"object": "list", "data": [described(steward, session, tenant) for session in sessions]})
 
 
 async def _get(steward: Steward, request: Request, tenant: Tenant) -> Response:
-    return json(_session(steward, await _found(steward, request, tenant)))
+    return json(described(steward, await found(steward, request, tenant), tenant))
 
 
 async def _delete(steward: Steward, request: Request, tenant: Tenant) -> Response:
-    session = await _found(steward, request, tenant)
+    session = await found(steward, request, tenant)
     await steward.desk.call(steward.desk.store.delete, session.id)
-    await steward.give_back(session.id)
+    await steward.give_back(session)
     return json({"id": public_id(session), "object": "session.deleted", "deleted": True})
 
 
 async def _log(steward: Steward, request: Request, tenant: Tenant) -> Response:
     """The path to the head, whole; with `?q=TEXT` the entries of all branches that hold a text, or else its words, best
     first; with `?head=HASH` another branch. `notes` has what left the system prompt because it changes."""
-    session = await _found(steward, request, tenant)
+    session = await found(steward, request, tenant)
     store = steward.desk.store
     needle = request.query_params.get("q")
     entries: Sequence[Entry]
     if needle:
-        limit = max(0, min(int(_number(request, "limit", 20)), _MAX_PAGE))
+        limit = max(0, min(int(number_of(request, "limit", 20)), _MAX_PAGE))
         entries = await steward.desk.call(store.lookup, session.id, needle, limit=limit)
     else:
         entries = await steward.desk.call(store.path, session.id, request.query_params.get("head"))
@@ -294,7 +308,7 @@ async def _log(steward: Steward, request: Request, tenant: Tenant) -> Response:
 
 async def _view(steward: Steward, request: Request, tenant: Tenant) -> Response:
     """What the model sees now, and what was decided to get there."""
-    session = await _found(steward, request, tenant)
+    session = await found(steward, request, tenant)
     node = request.query_params.get("head") or session.head
     shown = await steward.desk.shown(session.id, node)
     decisions = await steward.desk.call(steward.desk.store.decisions, session.id)
@@ -307,6 +321,7 @@ async def _view(steward: Steward, request: Request, tenant: Tenant) -> Response:
             "exact": bool(shown.view.known_tokens),
             "log_tokens": shown.log_tokens,
             "dropped_messages": shown.view.epoch.dropped,
+            "summary": shown.view.epoch.judged,
             "decisions": [
                 {"at": d.at, "kind": d.kind, "created_s": d.created_s, "payload": orjson.Fragment(d.payload)}
                 for d in decisions
@@ -316,7 +331,7 @@ async def _view(steward: Steward, request: Request, tenant: Tenant) -> Response:
 
 
 async def _item(steward: Steward, request: Request, tenant: Tenant) -> Response:
-    session = await _found(steward, request, tenant)
+    session = await found(steward, request, tenant)
     prefix = request.path_params["hash"]
     if len(prefix) < 8 or not all(c in "0123456789abcdef" for c in prefix):
         raise ProtocolError("an item is named by 8 or more hex digits of its hash", param="hash")
@@ -328,24 +343,14 @@ async def _item(steward: Steward, request: Request, tenant: Tenant) -> Response:
 
 async def _recall(steward: Steward, request: Request, tenant: Tenant) -> Response:
     """What the recall tool answers: `?query=WORDS` or `?hash=HEX`, with `&range=FIRST-LAST`, in `&limit=TOKENS`."""
-    session = await _found(steward, request, tenant)
+    session = await found(steward, request, tenant)
     ask = make_ask(*(request.query_params.get(name, "") for name in ("hash", "query", "range")))
     if isinstance(ask, str):
         raise ProtocolError(ask, param="query")
-    limit = max(64, min(int(_number(request, "limit", 1024)), 65_536))
+    limit = max(64, min(int(number_of(request, "limit", 1024)), 65_536))
     shown = await steward.desk.shown(session.id, session.head)
-    found = await look_up(steward, session.id, session.head, shown.view, ask, limit)
-    return json({"session": public_id(session), "text": found.text, "tokens": found.tokens, "hashes": found.hashes})
-
-
-def _number(request: Request, name: str, default: float) -> float:
-    text = request.query_params.get(name)
-    if text is None:
-        return default
-    try:
-        return float(text)
-    except ValueError:
-        raise ProtocolError(f"'{name}' must be a number, not '{text}'", param=name) from None
+    answer = await look_up(steward, session.id, session.head, shown.view, ask, limit)
+    return json({"session": public_id(session), "text": answer.text, "tokens": answer.tokens, "hashes": answer.hashes})
 
 
 # -- the simple chat ----------------------------------------------------------------------------------------------
@@ -364,9 +369,9 @@ async def simple_chat(steward: Steward, exchange: Exchange, turn_id: str, tenant
     session = await desk.call(desk.store.get, storage_id(tenant.name, session_id))
     if session is None:
         raise NotFoundError(f"there is no session '{session_id}'", hint="POST /create_session makes one.")
-    model = body.pop("model", None) or session.model or next(iter(steward.engine.info.models), "")
+    model = body.pop("model", None) or session.model or next(iter(steward.fleet.models()), "")
     raw = orjson.dumps({**body, "model": model, "messages": [{"role": "user", "content": message}]})
-    done = turn.Turn(turn_id, parse_chat(raw), tenant, steward.now())
+    done = turn.Turn(turn_id, parse_chat(raw), tenant, steward.now(), steward.fleet.first)
     exchange.shape = lambda completion: _simple_answer(session_id, completion)
 
     async def work() -> None:

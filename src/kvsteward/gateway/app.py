@@ -10,9 +10,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
@@ -22,18 +22,26 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvsteward.context.marks import Policy
 from kvsteward.context.pipeline import Prepared
-from kvsteward.engines.base import Engine, EngineInfo, EngineLoad
-from kvsteward.errors import EngineError, KVStewardError, NotFoundError, OverloadedError, StoreError
+from kvsteward.engines.base import Engine, EngineInfo
+from kvsteward.errors import (
+    EngineError,
+    EngineUnavailableError,
+    KVStewardError,
+    NotFoundError,
+    OverloadedError,
+    StoreError,
+)
 from kvsteward.gateway import api, turn
+from kvsteward.gateway.answer import again_tokens
 from kvsteward.gateway.auth import tenant_of
 from kvsteward.gateway.desk import Desk, Resolved
-from kvsteward.gateway.gate import Gate
+from kvsteward.gateway.fleet import Fleet, Station
 from kvsteward.gateway.relay import ClientGone, Exchange
+from kvsteward.gateway.scribe import Scribe
 from kvsteward.gateway.settings import Settings, Tenant
 from kvsteward.gateway.telemetry import Telemetry
 from kvsteward.gateway.upstream import PATH
-from kvsteward.policy.residency import Residency
-from kvsteward.sessions.base import SessionStore
+from kvsteward.sessions.base import Session, SessionStore
 from kvsteward.wire.chat import ChatRequest
 from kvsteward.wire.usage import Usage
 
@@ -43,6 +51,7 @@ DEFAULT_BUDGET_TOKENS = 8_192
 """Where neither the deployment nor the engine names a limit."""
 _SAMPLES = 900
 _LOAD_LIMIT_S = 5.0
+_WATCH_EVERY_S = 1.0
 _SHOWN_SESSIONS = 24
 _MAX_REQUEST_ID_CHARS = 128
 
@@ -50,14 +59,12 @@ _MAX_REQUEST_ID_CHARS = 128
 class Steward:
     """All that the turns of one gateway share. Mutable, for one event loop."""
 
-    def __init__(self, settings: Settings, engine: Engine, store: SessionStore) -> None:
+    def __init__(self, settings: Settings, engines: Sequence[Engine], store: SessionStore) -> None:
         self.settings = settings
-        self.engine = engine
         self.telemetry = Telemetry()
         self.desk = Desk(store, settings, self.wall)
-        self.gate = Gate(None, None, settings.limits, self.now)
-        self.residency = Residency()
-        self.load = EngineLoad()
+        self.fleet = Fleet(engines, settings.limits, self.now)
+        self.scribe = Scribe(self)
         self.samples: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
         self.recent_ttft_s: deque[float] = deque(maxlen=200)
         self.prompt_tokens_total = 0
@@ -74,26 +81,41 @@ class Steward:
         return time.time()
 
     async def start(self) -> None:
-        """Reaches the engine, ends what a crash left open, and starts the housekeeping."""
-        self._learn(await self.engine.start())
+        """Reaches the engines, ends what a crash left open, and starts the housekeeping. Raises EngineError if not one
+        engine can be reached."""
+        await self._reach()
         recovered = await self.desk.call(self.desk.store.recover, now=self.wall())
         if recovered:
             log.warning("recovered %d answers that a crash had interrupted", recovered)
         self._spawn(self._sweep())
+        for station in self.fleet.stations:
+            self._spawn(self._watch(station))
         self._spawn(self._sample())
 
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.engine.close()
+        await self.scribe.close()
+        for station in self.fleet.stations:
+            await station.engine.close()
         await self.desk.close()
 
-    def _learn(self, info: EngineInfo) -> None:
-        """What the engine is, at the start and again after it came back."""
-        self.gate.resize(info.kv_capacity_tokens, info.max_running)
-        self.residency.capacity_tokens = info.kv_capacity_tokens
-        self.telemetry.capacity_tokens.set(info.kv_capacity_tokens or 0)
+    async def _reach(self) -> None:
+        errors: list[EngineError] = []
+        for station in self.fleet.stations:
+            try:
+                self._learn(station, await station.engine.start())
+            except EngineError as error:
+                errors.append(error)
+                station.failed(error.message, surely=True)
+                log.warning("%s is down: %s", station.name, error.message)
+        if len(errors) == len(self.fleet.stations):
+            raise errors[0]
+
+    def _learn(self, station: Station, info: EngineInfo) -> None:
+        station.learn(info)
+        self.telemetry.capacity_tokens.set(self.fleet.capacity_tokens() or 0)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -102,26 +124,52 @@ class Steward:
 
     # -- what a turn asks -----------------------------------------------------------------------------------------
 
-    def budget_tokens(self, tenant: Tenant) -> int:
-        """The smallest of what the tenant, the deployment and the engine allow for one session."""
-        limits = (tenant.budget_tokens, self.settings.budget_tokens, self.engine.info.context_limit_tokens)
+    def route(self, resolved: Resolved, model: str, avoid: Collection[str]) -> tuple[Station, Resolved]:
+        """The engine of a turn; its session is bound to it. Raises OverloadedError where none can take it."""
+        session = resolved.session
+        before = self.fleet.station_of(session.id, session.engine)
+        station = self.fleet.route(session.id, session.engine, model, avoid)
+        if before is not None and before is not station:
+            log.info("%s goes on at %s, no longer at %s", session.id, station.name, before.name)
+            self.let_go(before, session.id)
+        if session.engine != station.name:
+            resolved = replace(resolved, session=replace(session, engine=station.name))
+        return station, resolved
+
+    def let_go(self, station: Station, session_id: str) -> None:
+        """A session has left an engine: what it had there goes first. Nobody waits for it."""
+        station.residency.release(session_id)
+        if station.up:
+            self._spawn(self._release(station, session_id, moved=True))
+
+    async def _release(self, station: Station, session_id: str, *, moved: bool = False) -> None:
+        try:
+            await station.engine.release_session(session_id, moved=moved)
+        except EngineError as error:
+            log.warning("could not release the KV of %s: %s", session_id, error.message)
+
+    def budget_tokens(self, tenant: Tenant, info: EngineInfo | None = None) -> int:
+        """The smallest of what the tenant, the deployment and the engine allow for one session. Without `info`: that
+        all engines allow."""
+        infos = [info] if info else [station.info for station in self.fleet.stations]
+        limits = (tenant.budget_tokens, self.settings.budget_tokens, *(info.context_limit_tokens for info in infos))
         return min((limit for limit in limits if limit), default=DEFAULT_BUDGET_TOKENS)
 
     def policy(self, tenant: Tenant) -> Policy:
         """The tenant's, else the deployment's."""
         return tenant.policy or self.settings.policy
 
-    def must_cap_output(self, request: ChatRequest, prepared: Prepared) -> bool:
+    def must_cap_output(self, request: ChatRequest, prepared: Prepared, info: EngineInfo) -> bool:
         """True where an answer of the length that the engine would allow could pass the session's budget."""
         asked = request.max_output_tokens
         room = prepared.marks.budget - prepared.tokens
         if asked is not None:
             return asked > room
-        limit = self.engine.info.context_limit_tokens
+        limit = info.context_limit_tokens
         return limit is None or prepared.marks.budget < limit
 
     def check_model(self, request: ChatRequest) -> None:
-        models = self.engine.info.models
+        models = self.fleet.models()
         if request.model and models and request.model not in models:
             raise NotFoundError(
                 f"the model '{request.model}' does not exist here",
@@ -140,6 +188,8 @@ class Steward:
         self.telemetry.reductions.inc(sum(r.kind == "distil" for r in prepared.reductions))
         if prepared.epoch is not None:
             self.telemetry.compactions.inc()
+            if prepared.epoch.judged is not None:
+                self.telemetry.summaries.labels(prepared.epoch.judged.outcome).inc()
 
     def count_answer(self, done: turn.Turn, resolved: Resolved, prepared: Prepared, usage: Usage, spent: Usage) -> None:
         """`usage` is what the view and its answer take; `spent` what was computed for it in all rounds."""
@@ -151,21 +201,23 @@ class Steward:
         self.cached_tokens_total += spent.cached_tokens
         t.session_tokens.observe(usage.resident_tokens)
         t.saved_tokens.inc(turn.saved_tokens(resolved, prepared))
+        if prepared.epoch is not None:
+            t.again_tokens.inc(again_tokens(resolved, prepared, usage))
         if done.first_token_s is not None:
             self.recent_ttft_s.append(done.first_token_s - done.started_s)
-        self.residency.touch(resolved.session.id, usage.resident_tokens)
+        done.at.residency.touch(resolved.session.id, usage.resident_tokens)
         estimator = self.desk.estimator
         # Estimated anew: the items' own figures stem from earlier rates, and comparing with them would never settle.
         estimate = estimator.json(done.request.tools) + sum(estimator.message(m) for m in prepared.view.render())
         self.desk.estimator = estimator.observed(estimate, usage.prompt_tokens)
 
-    def watch_release(self, request_id: str) -> None:
+    def watch_release(self, request_id: str, engine: Engine) -> None:
         """A client left: makes sure that the engine let go."""
-        self._spawn(self._confirm(request_id))
+        self._spawn(self._confirm(request_id, engine))
 
-    async def _confirm(self, request_id: str) -> None:
+    async def _confirm(self, request_id: str, engine: Engine) -> None:
         try:
-            released = await self.engine.confirm_released(request_id, within_s=self.settings.release_within_s)
+            released = await engine.confirm_released(request_id, within_s=self.settings.release_within_s)
         except EngineError:
             return  # an engine that is down works on nothing
         if not released:
@@ -188,53 +240,64 @@ class Steward:
             self.desk.store.sweep, now=self.wall(), log_retention_s=self.settings.log_retention_s
         )
         for session in expired:
-            await self.give_back(session.id)
+            await self.give_back(session)
         return len(expired)
 
-    async def give_back(self, session_id: str) -> None:
+    async def give_back(self, session: Session) -> None:
         """Frees what a session has in the KV pool, where the engine can."""
-        self.desk.forget(session_id)
-        self.residency.release(session_id)
-        try:
-            await self.engine.release_session(session_id)
-        except EngineError as error:
-            log.warning("could not release the KV of %s: %s", session_id, error.message)
+        self.desk.forget(session.id)
+        self.scribe.forget(session.id)
+        station = self.fleet.station_of(session.id, session.engine)
+        self.fleet.forget(session.id)
+        if station is not None:
+            station.residency.release(session.id)
+            await self._release(station, session.id)
 
-    async def _sample(self) -> None:
-        """Reads the engine once a second, for the page and for /v1/internal/memory."""
-        was_down = False
+    async def _watch(self, station: Station) -> None:
+        """Reads an engine once a second: what it does, and whether it is there."""
+        missed = not station.up
         while True:
             try:
                 async with asyncio.timeout(_LOAD_LIMIT_S):
-                    self.load = await self.engine.load()
-                if was_down:
-                    self._learn(await self.engine.start())
-                was_down = False
-            except (EngineError, TimeoutError):
-                self.load, was_down = EngineLoad(), True
-            pool = self.gate.pool
-            self.telemetry.running.set(pool.running)
-            self.telemetry.waiting.set(pool.waiting)
-            self.telemetry.resident_tokens.set(self.residency.total_tokens)
+                    load = await station.engine.load()
+                    if self.fleet.several:
+                        await station.engine.check()
+                if missed or not station.up:
+                    self._learn(station, await station.engine.start())
+                station.read(load)
+                missed = False
+            except (EngineError, TimeoutError) as error:
+                missed, was_up = True, station.up
+                station.failed(str(error) or "no answer in time", surely=isinstance(error, EngineUnavailableError))
+                if was_up and not station.up:
+                    log.warning("%s is down: %s", station.name, station.problem)
+                    self.fleet.send_away(station)
+            await asyncio.sleep(_WATCH_EVERY_S)
+
+    async def _sample(self) -> None:
+        """Once a second a point for the page."""
+        while True:
+            self.telemetry.running.set(self.fleet.running())
+            self.telemetry.waiting.set(self.fleet.waiting())
+            self.telemetry.resident_tokens.set(self.fleet.resident_tokens())
             self.samples.append(self.sample())
             await asyncio.sleep(1.0)
 
     def sample(self) -> dict[str, Any]:
         """One point of the page's charts."""
-        held = self.residency.sessions()
+        held = self.fleet.sessions()
         largest = dict(sorted(held.items(), key=lambda kv: -kv[1])[:_SHOWN_SESSIONS])
-        rest = self.residency.total_tokens - sum(largest.values())
-        pool = self.gate.pool
+        rest = self.fleet.resident_tokens() - sum(largest.values())
         return {
             "at_s": self.wall(),
             "sessions": largest,
             "other_tokens": rest,
-            "running": pool.running,
-            "waiting": pool.waiting,
+            "running": self.fleet.running(),
+            "waiting": self.fleet.waiting(),
             "prompt_tokens_total": self.prompt_tokens_total,
             "cached_tokens_total": self.cached_tokens_total,
             "ttft_ms": round(median(self.recent_ttft_s) * 1000, 1) if self.recent_ttft_s else None,
-            "engine": asdict(self.load),
+            "engine": asdict(self.fleet.load()),
         }
 
 
@@ -286,6 +349,7 @@ def _request_id(exchange: Exchange) -> str:
     return ""
 
 
-def create_app(settings: Settings, engine: Engine, store: SessionStore) -> Gateway:
-    """The application. Starting it starts the engine; stopping it stops the engine and closes the store."""
-    return Gateway(Steward(settings, engine, store))
+def create_app(settings: Settings, engines: Sequence[Engine], store: SessionStore) -> Gateway:
+    """The application. Starting it starts the engines; stopping it stops them and closes the store. Raises ConfigError
+    for no engine, or two of one name."""
+    return Gateway(Steward(settings, engines, store))

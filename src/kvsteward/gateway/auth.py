@@ -9,6 +9,11 @@ from kvsteward.errors import AuthenticationError, ForeignOriginError
 from kvsteward.gateway.settings import Settings, Tenant
 
 
+def operates(tenant: Tenant, settings: Settings) -> bool:
+    """Whether this tenant may see and steer the engines: an admin, or anybody where there are no keys."""
+    return tenant.admin or not settings.keys
+
+
 def tenant_of(headers: Mapping[str, str], settings: Settings) -> Tenant:
     """The tenant of a request. Raises AuthenticationError where keys are set and none of them was sent,
     ForeignOriginError where there are none and a browser says that another site's page is asking."""

@@ -172,7 +172,13 @@ class Desk:
         return head is not None and head.parent == place.hash and head.source == "engine"
 
     async def _branched(self, place: Found, request: ChatRequest, tenant: Tenant) -> Session:
-        session = replace(self._new(self.ids.new(), request, tenant), head=place.hash, branched_from=place.session_id)
+        source = await self.call(self.store.get, place.session_id)
+        session = replace(
+            self._new(self.ids.new(), request, tenant),
+            head=place.hash,
+            branched_from=place.session_id,
+            engine=source.engine if source else None,  # what both begin with is cached there
+        )
         await self.call(self.store.branch, session, place.session_id, place.hash)
         return session
 
@@ -338,8 +344,10 @@ class Desk:
         tokens: int,
         turn_id: str,
         view: View,
+        again_tokens: int | None = None,
     ) -> None:
-        """Writes what the engine said. `view` is the view with the answer in it."""
+        """Writes what the engine said. `view` is the view with the answer in it; `again_tokens` what the engine had to
+        prefill again, if this turn compacted."""
         entry = Entry(
             hash=view.head,
             parent=parent,
@@ -354,9 +362,11 @@ class Desk:
         before = self._views.get((session_id, parent))
         log_tokens = (before.log_tokens if before else 0) + tokens
         self.remember(session_id, entry.hash, Shown(view, log_tokens))
-        await self.call(self._append_answer, session_id, entry, turn_id, view, log_tokens)
+        await self.call(self._append_answer, session_id, entry, turn_id, view, log_tokens, again_tokens)
 
-    def _append_answer(self, session_id: str, entry: Entry, turn_id: str, view: View, log_tokens: int) -> None:
+    def _append_answer(
+        self, session_id: str, entry: Entry, turn_id: str, view: View, log_tokens: int, again_tokens: int | None
+    ) -> None:
         session = self.store.get(session_id)
         if session is None:  # deleted while the engine was speaking: what was deleted stays deleted
             self._count_out(session_id)
@@ -371,9 +381,23 @@ class Desk:
             log_tokens=log_tokens if moved else session.log_tokens,
             view_tokens=view.estimate_tokens(0) if moved else session.view_tokens,
             saved_tokens=max(0, log_tokens - view.message_tokens) if moved else session.saved_tokens,
+            compactions=session.compactions + (again_tokens is not None),
+            again_tokens=session.again_tokens + (again_tokens or 0),
         )
         self.store.append(session, [entry], end_draft=turn_id)
         self._count_out(session_id)
+
+    async def bound(self, session_id: str, engine: str) -> Session:
+        """Writes down which engine a session's turns go to."""
+        return await self.call(self._bind, session_id, engine)
+
+    def _bind(self, session_id: str, engine: str) -> Session:
+        session = self.store.get(session_id)
+        if session is None:
+            raise NotFoundError(f"there is no session '{session_id}'")
+        session = replace(session, engine=engine)
+        self.store.put(session)
+        return session
 
     async def turn_failed(self, session_id: str) -> None:
         """A turn ended without an answer to log."""

@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from kvsteward.errors import ContextOverflowError, OverloadedError
+from kvsteward.errors import ContextOverflowError, EngineError, OverloadedError
 from kvsteward.policy.admission import Admit, Demand, Limits, Pool, Refuse, decide
 from kvsteward.policy.queueing import order
 
@@ -37,6 +38,7 @@ class Gate:
         self._limits = limits
         self._now = now
         self._queue: list[_Waiter] = []
+        self._spare: set[asyncio.Task[Any]] = set()
 
     @property
     def pool(self) -> Pool:
@@ -47,14 +49,37 @@ class Gate:
         self._pool = replace(self._pool, capacity_tokens=capacity_tokens, max_running=max_running)
         self._wake()
 
+    def turn_away(self, error: EngineError) -> None:
+        """All that wait get this error: their engine takes no more turns."""
+        for waiter in self._queue:
+            if not waiter.turn.done():
+                waiter.turn.set_exception(error)
+
     @asynccontextmanager
     async def admitted(self, demand: Demand) -> AsyncIterator[float]:
         """Waits for room, holds it, gives it back. Yields the seconds waited. Raises ContextOverflowError for a turn
-        that no pool of this size can run, OverloadedError when the queue is full or the wait too long."""
+        that no pool of this size can run, OverloadedError when the queue is full or the wait too long, what `turn_away`
+        was given when the engine takes no more."""
         waited_s = await self._enter(demand)
         try:
             yield waited_s
         finally:
+            self._release(demand)
+
+    @asynccontextmanager
+    async def spare(self, demand: Demand) -> AsyncIterator[bool]:
+        """Room for work of the lowest rank, held while the block lasts; False at once where a turn waits or there is
+        none. The task that asks is cancelled when a turn would have to wait."""
+        task = asyncio.current_task()
+        if task is None or self._queue or not isinstance(decide(demand, self.pool, self._limits), Admit):
+            yield False
+            return
+        self._reserve(demand)
+        self._spare.add(task)
+        try:
+            yield True
+        finally:
+            self._spare.discard(task)
             self._release(demand)
 
     async def _enter(self, demand: Demand) -> float:
@@ -68,6 +93,8 @@ class Gate:
             raise _refused(decision)
         waiter = _Waiter(demand, start)
         self._queue.append(waiter)
+        for task in self._spare:
+            task.cancel()
         try:
             async with asyncio.timeout(self._limits.max_wait_s):
                 await waiter.turn
@@ -78,7 +105,7 @@ class Gate:
                 decision if isinstance(decision, Refuse) else Refuse("waited too long", False, 5.0)
             ) from None
         except asyncio.CancelledError:
-            if waiter.turn.done() and not waiter.turn.cancelled():
+            if waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
                 self._release(demand)  # admitted in the same moment in which it was given up
             raise
         finally:

@@ -32,6 +32,7 @@ from kvsteward.wire.chat import ChatRequest
 
 if TYPE_CHECKING:
     from kvsteward.gateway.app import Steward
+    from kvsteward.gateway.turn import Turn
 
 _IMAGES = "[kvsteward: the images that were recalled]"
 HEADER = "X-KVSteward-Recall"
@@ -77,12 +78,19 @@ def room_tokens(prepared: Prepared) -> int:
 
 
 async def answer_calls(
-    steward: Steward, session_id: str, head: str, prepared: Prepared, calls: Sequence[Mapping[str, Any]], room: int
+    steward: Steward,
+    turn: Turn,
+    session_id: str,
+    head: str,
+    prepared: Prepared,
+    calls: Sequence[Mapping[str, Any]],
+    room: int,
 ) -> list[dict[str, Any]]:
     """A tool message for each call, in at most `room` tokens together, and the images that were asked for: a tool's
     result is text, so they follow in a user message."""
     messages: list[dict[str, Any]] = []
     images: list[Mapping[str, Any]] = []
+    images_too = "image" in turn.at.info.modalities
     for number, call in enumerate(calls):
         arguments = str(call["function"]["arguments"])
         limit = min(prepared.marks.tool_limit, int(room / min(2, max(1, len(calls) - number))))
@@ -96,7 +104,7 @@ async def answer_calls(
         else:
             found = await look_up(steward, session_id, head, prepared.view, ask, limit)
         room -= found.tokens
-        for part in found.images if "image" in steward.engine.info.modalities else ():
+        for part in found.images if images_too else ():
             cost = steward.desk.estimator.message({"content": [part]})
             if cost <= room and part not in images:
                 room -= cost

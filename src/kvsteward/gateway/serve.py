@@ -6,7 +6,8 @@ import asyncio
 import logging
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast, get_args
 
@@ -15,7 +16,7 @@ import uvicorn
 from kvsteward.context.marks import Policy
 from kvsteward.context.policies import load_policy, with_options
 from kvsteward.engines.base import Engine
-from kvsteward.engines.registry import EngineSpec, Kind, resolve
+from kvsteward.engines.registry import EngineSpec, Kind, create_engine, resolve
 from kvsteward.errors import ConfigError, EngineUnavailableError
 from kvsteward.gateway.app import create_app
 from kvsteward.gateway.cork import CorkedProtocol
@@ -30,7 +31,7 @@ _ENGINE_WAIT_S = 120.0
 class ServeOptions:
     """What `kvsteward serve` was told."""
 
-    engine: str
+    engines: Sequence[str]
     host: str
     port: int
     model: Path | None
@@ -76,17 +77,27 @@ def settings_of(options: ServeOptions) -> Settings:
     )
 
 
-def engine_spec(options: ServeOptions) -> EngineSpec:
+def engine_specs(options: ServeOptions) -> list[EngineSpec]:
+    """Raises ConfigError for an engine that cannot be, or is given twice."""
+    specs = [engine_spec(options, engine) for engine in options.engines]
+    places = [spec.url.rstrip("/").removesuffix("/v1") if spec.url else spec.kind for spec in specs]
+    twice = next((place for place in places if places.count(place) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"the engine {twice} is given twice", param="engine")
+    return specs
+
+
+def engine_spec(options: ServeOptions, engine: str) -> EngineSpec:
     """`embedded`, `scripted`, a URL, or `KIND=URL`. Raises ConfigError for anything else."""
     k_type, _, v_type = options.kv.partition(":")
-    kind, equals, url = options.engine.partition("=")
-    if options.engine.startswith(("http://", "https://")):
-        kind, url = "auto", options.engine
+    kind, equals, url = engine.partition("=")
+    if engine.startswith(("http://", "https://")):
+        kind, url = "auto", engine
     elif equals and not url.startswith(("http://", "https://")):
         raise ConfigError(f"the engine's URL must begin with http:// or https://, not {url!r}")
     elif kind not in get_args(Kind) or (not equals and kind not in {"embedded", "scripted"}):
         raise ConfigError(
-            f"no such engine: {options.engine!r}",
+            f"no such engine: {engine!r}",
             hint="Use 'embedded', a URL, or KIND=URL with KIND one of vllm, sglang, llama-server, openai.",
         )
     return EngineSpec(
@@ -102,30 +113,47 @@ def engine_spec(options: ServeOptions) -> EngineSpec:
     )
 
 
-async def reached(spec: EngineSpec, wait_s: float = _ENGINE_WAIT_S) -> Engine:
-    """The engine's adapter. Waits for an engine that is still starting. Raises EngineError when it does not come."""
+async def reached(specs: Sequence[EngineSpec], wait_s: float = _ENGINE_WAIT_S) -> list[Engine]:
+    """The engines' adapters. Waits until one of them is there; those that are not yet are taken for its kind, unless
+    theirs is given, and join when they come. Raises EngineError when none comes."""
     deadline = time.monotonic() + wait_s
     while True:
-        try:
-            engine = await resolve(spec)
-            if spec.url is not None:
-                try:
-                    await engine.start()
-                finally:
-                    await engine.close()
-            return engine
-        except EngineUnavailableError as error:
-            if time.monotonic() > deadline:
-                raise
-            log.warning("waiting for the engine: %s", error.message)
-            await asyncio.sleep(2.0)
+        found = await asyncio.gather(*map(_asked, specs))
+        first = next((engine for engine in found if not isinstance(engine, EngineUnavailableError)), None)
+        if first is not None:
+            break
+        error = next(error for error in found if isinstance(error, EngineUnavailableError))
+        if time.monotonic() > deadline:
+            raise error
+        log.warning("waiting for the engine: %s", error.message)
+        await asyncio.sleep(2.0)
+    kind = cast("Kind", first.info.dialect)
+    return [
+        create_engine(replace(spec, kind=kind) if spec.kind == "auto" else spec)
+        if isinstance(engine, EngineUnavailableError)
+        else engine
+        for spec, engine in zip(specs, found, strict=True)
+    ]
+
+
+async def _asked(spec: EngineSpec) -> Engine | EngineUnavailableError:
+    try:
+        engine = await resolve(spec)
+        if spec.url is not None:
+            try:
+                await engine.start()
+            finally:
+                await engine.close()
+        return engine
+    except EngineUnavailableError as error:
+        return error
 
 
 def run(options: ServeOptions) -> None:
     """Serves until SIGINT or SIGTERM. The engine is started by the application and stopped with it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    settings, spec, store = settings_of(options), engine_spec(options), open_store(options.store)
-    engine = asyncio.run(reached(spec))
+    settings, specs, store = settings_of(options), engine_specs(options), open_store(options.store)
+    engines = asyncio.run(reached(specs))
     listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -137,7 +165,7 @@ def run(options: ServeOptions) -> None:
     host, port = listener.getsockname()[:2]
     print(f"kvsteward listens on http://{host}:{port} (OpenAI base URL: http://{host}:{port}/v1)", flush=True)
     config = uvicorn.Config(
-        create_app(settings, engine, store),
+        create_app(settings, engines, store),
         http=CorkedProtocol,
         ws="none",
         log_level="warning",

@@ -16,6 +16,7 @@ from kvsteward.context.marks import Policy
 from kvsteward.context.policies import load_policy
 from kvsteward.errors import ConfigError
 from kvsteward.policy.admission import Limits
+from kvsteward.policy.retention import WEIGHTS
 
 Mode = Literal["managed", "passthrough"]
 MODES = ("managed", "passthrough")
@@ -31,6 +32,10 @@ class Tenant:
     budget_tokens: int | None = None
     policy: Policy | None = None
     """None: the deployment's."""
+    priority: str = "default"
+    """How much its time counts where idle KV must go: "interactive", "default" or "batch"."""
+    admin: bool = False
+    """It may see and steer the engines, and move any tenant's sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,9 @@ class Settings:
     ttl_s: float = 1_800.0
     log_retention_s: float = 30 * 86_400.0
     max_body_bytes: int = 64 * 2**20
-    summary_timeout_s: float = 30.0
+    summary_timeout_s: float = 60.0
+    summaries_at_once: int = 2
+    """How many sessions' summaries may be written at the same time, in the background."""
     sweep_every_s: float = 15.0
     draft_every_s: float = 0.25
     release_within_s: float = 2.0
@@ -64,6 +71,8 @@ class Settings:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
         if not 1 <= self.recall_rounds <= 16:
             raise ConfigError(f"recall_rounds must be between 1 and 16, not {self.recall_rounds}")
+        if not 1 <= self.summaries_at_once <= 64:
+            raise ConfigError(f"summaries_at_once must be between 1 and 64, not {self.summaries_at_once}")
         if self.budget_tokens is not None and self.budget_tokens < 512:
             raise ConfigError(
                 f"a budget of {self.budget_tokens} tokens is too small to hold a conversation; use 512 or more"
@@ -74,7 +83,9 @@ def load_tenants(path: Path) -> dict[str, Tenant]:
     """API keys from a YAML file:
 
         tenants:
-          support: {api_key: sk-1, mode: managed, ttl_s: 600, budget_tokens: 8192, policy: support}
+          support: {api_key: sk-1, mode: managed, ttl_s: 600, budget_tokens: 8192, class: interactive}
+          law: {api_key: sk-3, policy: legal}
+          operators: {api_key: sk-2, admin: true}
 
     Raises ConfigError that names the tenant and the field."""
     try:
@@ -96,7 +107,7 @@ def load_tenants(path: Path) -> dict[str, Tenant]:
 def _tenant(name: str, values: Any, path: Path) -> tuple[str, Tenant]:
     if not isinstance(values, dict) or not isinstance(values.get("api_key"), str):
         raise ConfigError(f"{path}: tenant {name!r} needs an api_key")
-    unknown = set(values) - {"api_key", "mode", "ttl_s", "budget_tokens", "policy"}
+    unknown = set(values) - {"api_key", "mode", "ttl_s", "budget_tokens", "class", "admin", "policy"}
     if unknown:
         raise ConfigError(f"{path}: tenant {name!r} has unknown settings: {', '.join(sorted(unknown))}")
     mode = values.get("mode", "managed")
@@ -109,4 +120,10 @@ def _tenant(name: str, values: Any, path: Path) -> tuple[str, Tenant]:
         policy = load_policy(named, path.parent) if named else None
     except ConfigError as error:
         raise ConfigError(f"{path}: tenant {name!r}: {error.message}", hint=error.hint) from None
-    return values["api_key"], Tenant(name, mode, values.get("ttl_s"), values.get("budget_tokens"), policy)
+    priority, admin = values.get("class", "default"), values.get("admin", False)
+    if priority not in WEIGHTS:
+        raise ConfigError(f"{path}: tenant {name!r}: class must be one of {', '.join(WEIGHTS)}")
+    if not isinstance(admin, bool):
+        raise ConfigError(f"{path}: tenant {name!r}: admin must be true or false")
+    ttl_s, budget_tokens = values.get("ttl_s"), values.get("budget_tokens")
+    return values["api_key"], Tenant(name, mode, ttl_s, budget_tokens, policy, priority, admin)

@@ -1,13 +1,15 @@
-"""Reading an engine's reply: its events, its whole body, and whether it came to its end.
+"""What an engine is sent and what it replies: its events, its whole body, and whether it came to its end.
 
 Knows no client. Invariant: nothing is read without a bound, and an answer that was cut is never taken for a whole one.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
-from kvsteward.engines.base import EngineReply
+from kvsteward.context.images import with_ids
+from kvsteward.engines.base import EngineInfo, EngineReply
 from kvsteward.errors import EngineError
 from kvsteward.wire.answer import AnswerReader, is_usage_only
 from kvsteward.wire.errors import engine_error
@@ -86,3 +88,8 @@ def check_ended(reader: AnswerReader) -> None:
         raise engine_error(500, failed)
     if not reader.ended:
         raise EngineError("the engine closed the stream before it had finished")
+
+
+def for_engine(info: EngineInfo, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The messages with what only this engine's dialect has."""
+    return with_ids(messages) if info.dialect == "vllm" else messages

@@ -39,6 +39,11 @@ class Session:
     view_tokens: int = 0
     log_tokens: int = 0
     saved_tokens: int = 0
+    engine: str | None = None
+    """The engine that its turns go to, by the name that the gateway gives it: the KV of its view is there."""
+    compactions: int = 0
+    again_tokens: int = 0
+    """Prompt tokens that the engine had to prefill again because a compaction had changed what stands before them."""
 
 
 @dataclass(frozen=True, slots=True)

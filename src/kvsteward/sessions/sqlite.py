@@ -33,7 +33,7 @@ BUSY_TIMEOUT_S = 5.0
 FIND_BATCH = 1000
 _WAL_LIMIT_BYTES = 64 * 2**20
 
-_SESSION_MARKS = ", ".join("?" * 14)
+_SESSION_MARKS = ", ".join("?" for _ in rows.SESSION.split(", "))
 _SESSION_SET = ", ".join(f"{column} = ?" for column in rows.SESSION.split(", ")[1:])
 
 # Depth falls by one at each step, so the walk ends even where a parent was tampered with.
