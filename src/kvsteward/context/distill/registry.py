@@ -71,12 +71,12 @@ def distil(
 
 
 def encodable(text: str) -> str:
-    """The text without lone surrogates: an escape such as \\ud83d that a distiller read is no character, and a body
-    with it could not be sent."""
+    """The text without lone surrogates: an escape such as \\ud83d alone is no character, and a body with it cannot be
+    sent. Two that belong together become the character that they mean. Never longer in bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
 
