@@ -53,9 +53,17 @@ WORDS = [
 
 @contextlib.contextmanager
 def server(
-    python: str, model: str, blocks: int, options: dict[str, Any] | None, log: Path, *, context_tokens: int = 4096
+    python: str,
+    model: str,
+    blocks: int,
+    options: dict[str, Any] | None,
+    log: Path,
+    *,
+    context_tokens: int = 4096,
+    path: str = str(SRC),
+    **more_env: str,
 ) -> Iterator[str]:
-    """A vLLM server's URL; with the connector if there are `options` for it."""
+    """A vLLM server's URL; with the connector if there are `options` for it. `path`: its PYTHONPATH."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -69,7 +77,7 @@ def server(
         else []
     )
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    env["PYTHONPATH"] = str(SRC)
+    env |= {"PYTHONPATH": path, **more_env}
     with log.open("wb") as out:
         child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
     try:

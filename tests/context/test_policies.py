@@ -16,10 +16,10 @@ about: For the test.
 compact: true
 summary: extractive
 answer_tokens: 99
-marks: {high: 0.7, low: 0.2, block: 0.1}
+marks: {high: 0.7, low: 0.2, block: 0.1, memory_price: 0.03}
 plan: {by_rules: true, goal: false, promises: 0, patterns: ['SLA']}
 fact: {keep: ['#W\\d{7}']}
-trace: {verbatim_rounds: 5, tool_limit_tokens: 64, reduce: false}
+trace: {verbatim_rounds: 5, tool_limit_tokens: 64, reduce: false, selective: 0.5}
 hygiene:
   tools: false
   default_rules: false
@@ -38,6 +38,7 @@ def said(text):
 def test_every_field_is_read():
     policy = parse_policy(WHOLE)
     assert (policy.high_water_ratio, policy.low_water_ratio, policy.block_ratio) == (0.7, 0.2, 0.1)
+    assert (policy.memory_price, policy.selective) == (0.03, 0.5)
     assert (policy.summary, policy.answer_tokens, policy.keep_rounds) == ("extractive", 99, 5)
     assert (policy.tool_limit_tokens, policy.reduce, policy.keep) == (64, False, (r"#W\d{7}",))
     assert (policy.plan.goal, policy.plan.promises, policy.plan.patterns) == (False, 0, ("SLA",))

@@ -20,7 +20,7 @@ import msgspec
 import orjson
 
 from kvsteward.context.compact import SUMMARY_SHARE, compact, droppable_tokens
-from kvsteward.context.distill.base import Hints
+from kvsteward.context.distill.base import Distillate, Hints
 from kvsteward.context.distill.registry import distil
 from kvsteward.context.hygiene import Moved, note_of
 from kvsteward.context.images import hashes
@@ -28,6 +28,7 @@ from kvsteward.context.layout import ACKNOWLEDGEMENT, HASH_CHARS, Epoch, Item, M
 from kvsteward.context.marks import Marks, Policy
 from kvsteward.context.memory import argument_values, values
 from kvsteward.context.plan import PLAN, PlanRules, Room, kept_words, plan_of
+from kvsteward.context.selective import Score, Selected, applies_to, select
 from kvsteward.context.summary import SCHEMA, Draft, ask
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ContextOverflowError
@@ -36,6 +37,8 @@ from kvsteward.wire.chat import class_of, text_of
 _DOUBT = 0.25
 """How far an estimate of new tokens may be off before the engine is asked."""
 _WORD_FOR_WORD = "[kvsteward: and word for word]"
+_FOOTER_TOKENS = 64
+"""What the note under a reduced text takes at the most."""
 _WORTH_RATIO = 0.10
 """A compaction that would free less than this share of the budget is not made while the prompt still fits."""
 
@@ -76,6 +79,8 @@ class Reduction:
     tokens_before: int
     tokens_after: int
     text: str = ""
+    selective: bool = False
+    """The engine's log-probabilities chose what is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +119,16 @@ def prepare(
     force: bool = False,
     moved: Sequence[Moved] | None = None,
     draft: Draft | None = None,
-) -> Generator[Count, Any, Prepared]:
+) -> Generator[Count | Score, Any, Prepared]:
     """The view with `arrivals` in it. `force` compacts in any case: the engine refused what the estimate allowed.
     `moved` is what hygiene took out of this request's system prompt; None where the request has none. `draft` is the
     summary that was prepared for the next compaction (`summarise`). Raises ContextOverflowError if it cannot be made
     to fit."""
     prior = view.for_tools(known_for)
     tools_tokens = estimator.json(tools)
-    items, reductions = admit(prior, arrivals, marks if policy.reduce else marks.unlimited(), estimator, policy.plan)
+    limits = marks if policy.reduce else marks.unlimited()
+    chosen = yield from _selected(prior, arrivals, limits, policy, estimator)
+    items, reductions = admit(prior, arrivals, limits, estimator, policy.plan, chosen)
     items, note = _noted(prior, items, moved, estimator)
     view = prior.with_items(items)
     view = view if note is None else replace(view, moved=note.moved)
@@ -288,10 +295,45 @@ def fits(draft: Draft, view: View) -> bool:
     return draft.epoch == view.epoch.through and any(item.hash == draft.at for item in view.items)
 
 
+def _selected(
+    view: View, arrivals: Sequence[Arrival], marks: Marks, policy: Policy, estimator: Estimator
+) -> Generator[Score, Any, dict[str, Selected]]:
+    """What the engine's log-probabilities choose of each new tool result that is long prose. Empty without the option,
+    and where they cannot be had."""
+    found: dict[str, Selected] = {}
+    if policy.selective is None:
+        return found
+    calls = _calls((*(i.message for i in view.items), *(a.message for a in arrivals)))
+    for arrival in arrivals:
+        text = text_of(arrival.message)
+        fit = arrival.message.get("role") == "tool" and class_of(arrival.message) != PLAN
+        if not fit or estimator.text(text) <= marks.tool_limit or not applies_to(text):
+            continue
+        item = Item(arrival.hash, arrival.depth, arrival.message, 0, 0)
+        hints = _hints(item, view, arrivals, calls)
+        selected = yield from select(
+            text,
+            question=hints.question,
+            mentions=hints.mentions,
+            ratio=policy.selective,
+            room_tokens=marks.tool_limit - _FOOTER_TOKENS,
+            estimator=estimator,
+        )
+        if selected is not None:
+            found[arrival.hash] = selected
+    return found
+
+
 def admit(
-    view: View, arrivals: Sequence[Arrival], marks: Marks, estimator: Estimator, rules: PlanRules | None = None
+    view: View,
+    arrivals: Sequence[Arrival],
+    marks: Marks,
+    estimator: Estimator,
+    rules: PlanRules | None = None,
+    selected: Mapping[str, Selected] | None = None,
 ) -> tuple[list[Item], list[Reduction]]:
-    """Turns new messages into items, each reduced once if it is over its limit. Its Plan stays word for word."""
+    """Turns new messages into items, each reduced once if it is over its limit. Its Plan stays word for word.
+    `selected`: what takes the place of the distillers' work."""
     rules = PlanRules() if rules is None else rules
     spoken = view.epoch.spoken or any(item.role == "user" for item in view.items)
     items: list[Item] = []
@@ -299,7 +341,8 @@ def admit(
     calls = _calls((*(i.message for i in view.items), *(a.message for a in arrivals)))
     seen = {name for item in (*view.pinned, *view.items) for name in item.images if name}
     for arrival in arrivals:
-        item, reduction = _admit(arrival, view, arrivals, calls, marks, estimator, rules, first=not spoken)
+        kept = (selected or {}).get(arrival.hash)
+        item, reduction = _admit(arrival, view, arrivals, calls, marks, estimator, rules, kept, first=not spoken)
         spoken = spoken or item.role == "user"
         if item.images:
             item = view.epoch.recounted(item, seen, estimator)
@@ -317,6 +360,7 @@ def _admit(
     marks: Marks,
     estimator: Estimator,
     rules: PlanRules,
+    selected: Selected | None,
     *,
     first: bool,
 ) -> tuple[Item, Reduction | None]:
@@ -329,20 +373,29 @@ def _admit(
         return item, None
     plan = plan_of(arrival.message, first=first, room=Room.of(marks.budget), rules=rules)
     hints = _hints(item, view, arrivals, calls)
-    text = _distilled(item, limit, hints, estimator, [text for _, text in plan])
+    given = Distillate("selective", selected.text, selected.note) if selected else None
+    text = _distilled(item, limit, hints, estimator, [text for _, text in plan], given)
     if text is None:
         return item, None
     reduced = item.shortened(text, estimator)
-    why = f"{role} message over {limit} tokens"
-    return reduced, Reduction(arrival.hash, "distil", why, before, reduced.tokens, text)
+    why = f"{role} message over {limit} tokens" + (f"; {selected.note}" if selected else "")
+    return reduced, Reduction(arrival.hash, "distil", why, before, reduced.tokens, text, selected is not None)
 
 
-def _distilled(item: Item, limit: int, hints: Hints, estimator: Estimator, plan: Sequence[str] = ()) -> str | None:
-    """The reduced text with its note, or None if it would not be shorter. `plan` stands in it word for word."""
+def _distilled(
+    item: Item,
+    limit: int,
+    hints: Hints,
+    estimator: Estimator,
+    plan: Sequence[str] = (),
+    given: Distillate | None = None,
+) -> str | None:
+    """The reduced text with its note, or None if it would not be shorter. `plan` stands in it word for word; `given`
+    takes the place of what the distillers would make."""
     limit -= sum(estimator.text(text) + 1 for text in plan)
     footer = "\n[kvsteward: {kind}, {before} tokens reduced; {note}; whole text: {hash}]"
     room = limit - estimator.text(footer) - 16
-    result = distil(item.text, max(32, room), hints, estimator.text)
+    result = given or distil(item.text, max(32, room), hints, estimator.text)
     missing = kept_words(result.text, plan)
     text = "\n".join([result.text, *([_WORD_FOR_WORD, *missing] if missing else ())]) + footer.format(
         kind=result.kind, before=estimator.text(item.text), note=result.note, hash=item.hash[:HASH_CHARS]

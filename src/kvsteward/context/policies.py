@@ -4,7 +4,7 @@
     compact: true                # false: no window; a conversation that no longer fits is refused
     summary: engine              # or extractive
     answer_tokens: 512
-    marks: {high: 0.85, low: 0.40, block: 0.25}
+    marks: {high: 0.85, low: 0.40, block: 0.25, memory_price: 0}
     plan:                        # stays word for word
       by_rules: true             # false: only what callers mark
       goal: true
@@ -16,6 +16,7 @@
       verbatim_rounds: 3
       tool_limit_tokens: 600     # null: a sixteenth of the budget
       reduce: true               # false: nothing is shortened on entry
+      selective: null            # of long prose, the share to keep, as the engine's log-probabilities say
     hygiene:
       enabled: true
       tools: true
@@ -55,6 +56,7 @@ class _Marks(_Struct, frozen=True):
     high: float = 0.85
     low: float = 0.40
     block: float = 0.25
+    memory_price: float = 0.0
 
 
 class _Plan(_Struct, frozen=True):
@@ -72,6 +74,7 @@ class _Trace(_Struct, frozen=True):
     verbatim_rounds: int = 3
     tool_limit_tokens: int | None = None
     reduce: bool = True
+    selective: float | None = None
 
 
 class _Rule(_Struct, frozen=True):
@@ -131,10 +134,10 @@ def dump_policy(policy: Policy) -> str:
         compact=policy.compact,
         summary=policy.summary,
         answer_tokens=policy.answer_tokens,
-        marks=_Marks(policy.high_water_ratio, policy.low_water_ratio, policy.block_ratio),
+        marks=_Marks(policy.high_water_ratio, policy.low_water_ratio, policy.block_ratio, policy.memory_price),
         plan=_Plan(policy.plan.by_rules, policy.plan.goal, policy.plan.promises, policy.plan.patterns),
         fact=_Fact(policy.keep),
-        trace=_Trace(policy.keep_rounds, policy.tool_limit_tokens, policy.reduce),
+        trace=_Trace(policy.keep_rounds, policy.tool_limit_tokens, policy.reduce, policy.selective),
         hygiene=_Hygiene(
             policy.hygiene.enabled,
             policy.hygiene.tools,
@@ -157,8 +160,10 @@ def _policy(file: _File) -> Policy:
         high_water_ratio=file.marks.high,
         low_water_ratio=file.marks.low,
         block_ratio=file.marks.block,
+        memory_price=file.marks.memory_price,
         keep_rounds=file.trace.verbatim_rounds,
         tool_limit_tokens=file.trace.tool_limit_tokens,
+        selective=file.trace.selective,
         summary=file.summary,
         answer_tokens=file.answer_tokens,
         keep=file.fact.keep,

@@ -159,6 +159,7 @@ async def _memory(steward: Steward, request: Request, tenant: Tenant) -> Respons
             "v_dtype": info.v_dtype,
             "budget_tokens": steward.budget_tokens(tenant),
             "resident_tokens": resident,
+            "cache_miss_ratio": round(max(station.misses.ratio for station in fleet.stations), 4),
             "running": fleet.running(),
             "waiting": fleet.waiting(),
             "engine": asdict(load),
@@ -207,11 +208,11 @@ def described(steward: Steward, session: Session, tenant: Tenant) -> dict[str, A
         "tokens_in_view": session.view_tokens,
         "tokens_in_log": session.log_tokens,
         "tokens_saved": session.saved_tokens,
+        "compactions": session.compactions,
+        "tokens_prefilled_again": session.again_tokens,
         "engine": station.name if station and operates(tenant, steward.settings) else None,
         "engine_blocks": blocks,
         "engine_tokens": tokens,
-        "compactions": session.compactions,
-        "tokens_prefilled_again": session.again_tokens,
     }
 
 

@@ -45,7 +45,7 @@ _SHAPING = frozenset(
     {
         *("messages", "n", "stop", "seed", "stream_options", "max_tokens", "max_completion_tokens", "logprobs"),
         *("top_logprobs", "response_format", "grammar", "json_schema", "guided_json", "guided_regex"),
-        *("structured_outputs", "parallel_tool_calls", "metadata", "store"),
+        *("structured_outputs", "parallel_tool_calls", "metadata", "store", "kv_transfer_params"),
     }
 )
 """Fields of a request that shape its answer, not its prompt."""
@@ -56,7 +56,7 @@ class _Work:
     """What a draft is made from."""
 
     session_id: str
-    station: Station
+    at: Station
     request: ChatRequest
     view: View
     marks: Marks
@@ -71,31 +71,31 @@ class Scribe:
         self._drafts: OrderedDict[str, Draft] = OrderedDict()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._plain: set[str] = set()
-        """Engines that refused an answer by a schema."""
+        """Engines that refused a schema."""
 
     @property
     def running(self) -> int:
         return len(self._tasks)
 
     def after_turn(
-        self, session_id: str, station: Station, request: ChatRequest, view: View, marks: Marks, policy: Policy
+        self, session_id: str, at: Station, request: ChatRequest, view: View, marks: Marks, policy: Policy
     ) -> None:
-        """A turn has ended, and its engine has counted its `view`. Starts a draft if one is due."""
+        """A turn has ended, and the engine has counted its `view`. Starts a draft if one is due."""
         steward, draft = self._steward, self._drafts.get(session_id)
         if session_id in self._tasks or (draft is not None and fits(draft, view)):
             return
         if not summary_due(view, view.known_tokens, marks, policy):
             return
-        if len(self._tasks) >= steward.settings.summaries_at_once or station.draining or station.gate.pool.waiting:
+        if len(self._tasks) >= steward.settings.summaries_at_once or at.draining or at.gate.pool.waiting:
             self._count("skipped")
             return
-        work = _Work(session_id, station, request, view, marks, policy)
+        work = _Work(session_id, at, request, view, marks, policy)
         task = self._tasks[session_id] = asyncio.create_task(self._work(work))
         task.add_done_callback(lambda _: self._tasks.pop(session_id, None))
 
-    async def before_turn(self, session_id: str, station: Station) -> Draft | None:
+    async def before_turn(self, session_id: str, at: Station) -> Draft | None:
         """The draft for a session whose next turn begins. It stays until the view that it was made for is gone."""
-        if station.info.dialect in _SLOTTED:
+        if at.info.dialect in _SLOTTED:
             await self._give_up(session_id)
         return self._drafts.get(session_id)
 
@@ -143,8 +143,7 @@ class Scribe:
 
     async def _drafted(self, work: _Work) -> Draft | None:
         steward = self._steward
-        station = work.station
-        structured = station.name not in self._plain and station.info.dialect in _STRUCTURED
+        structured = work.at.name not in self._plain and work.at.info.dialect in _STRUCTURED
         tools_tokens = steward.desk.estimator.json(work.request.tools)
         questions = summarise(
             *(work.view, work.marks, work.policy, steward.desk.estimator, tools_tokens),
@@ -160,18 +159,18 @@ class Scribe:
 
     async def _answer(self, work: _Work, question: Summarise) -> tuple[str, bool] | None:
         """The engine's words, and whether they came to their end. None without room, for an error or for a call."""
-        steward, station = self._steward, work.station
-        messages = for_engine(station.info, question.messages)
+        steward = self._steward
+        messages = for_engine(work.at.info, question.messages)
         body = encode(_base(work.request, question), messages=messages, stream=True, max_tokens=question.max_tokens)
         demand = Demand(work.view.known_tokens + question.max_tokens, question.max_tokens, returning=True)
         reader, splitter, received = AnswerReader(), EventSplitter(), 0
         request = EngineRequest(PATH, body, f"{steward.desk.ids.new()}-summary", work.session_id)
-        async with station.gate.spare(demand) as has_room:
+        async with work.at.gate.spare(demand) as has_room:
             if not has_room:
                 return None
-            async with station.engine.open(request) as reply:
+            async with work.at.engine.open(request) as reply:
                 if reply.status in {400, 422, 501} and question.schema is not None:
-                    self._plain.add(station.name)  # asked in plain words from now on
+                    self._plain.add(work.at.name)  # asked in plain words from now on
                 if reply.status != 200:
                     return None
                 async for chunk in reply.chunks():

@@ -17,10 +17,11 @@ from kvsteward.context.marks import Policy
 from kvsteward.context.policies import load_policy, with_options
 from kvsteward.engines.base import Engine
 from kvsteward.engines.registry import EngineSpec, Kind, create_engine, resolve
+from kvsteward.engines.vllm import Hints
 from kvsteward.errors import ConfigError, EngineUnavailableError
 from kvsteward.gateway.app import create_app
 from kvsteward.gateway.cork import CorkedProtocol
-from kvsteward.gateway.settings import Mode, Settings, load_tenants
+from kvsteward.gateway.settings import Mode, Settings, check_selective, load_tenants
 from kvsteward.sessions import open_store
 
 log = logging.getLogger("kvsteward")
@@ -48,12 +49,15 @@ class ServeOptions:
     policy: str | None
     high_water: float | None
     low_water: float | None
+    memory_price: float | None
     keep_rounds: int | None
     tool_limit: int | None
     summary: str | None
+    selective: float | None
     max_body_mib: int
     recall: bool
     tenants: Path | None
+    hints: str = "auto"
 
 
 def settings_of(options: ServeOptions) -> Settings:
@@ -65,9 +69,11 @@ def settings_of(options: ServeOptions) -> Settings:
             load_policy(options.policy) if options.policy else Policy(),
             high_water_ratio=options.high_water,
             low_water_ratio=options.low_water,
+            memory_price=options.memory_price,
             keep_rounds=options.keep_rounds,
             tool_limit_tokens=options.tool_limit,
             summary=options.summary,
+            selective=options.selective,
         ),
         recall=options.recall,
         ttl_s=options.ttl_s,
@@ -79,6 +85,8 @@ def settings_of(options: ServeOptions) -> Settings:
 
 def engine_specs(options: ServeOptions) -> list[EngineSpec]:
     """Raises ConfigError for an engine that cannot be, or is given twice."""
+    if options.hints not in get_args(Hints):
+        raise ConfigError(f"--hints must be one of {', '.join(get_args(Hints))}, not {options.hints!r}")
     specs = [engine_spec(options, engine) for engine in options.engines]
     places = [spec.url.rstrip("/").removesuffix("/v1") if spec.url else spec.kind for spec in specs]
     twice = next((place for place in places if places.count(place) > 1), None)
@@ -110,6 +118,7 @@ def engine_spec(options: ServeOptions, engine: str) -> EngineSpec:
         threads=options.threads,
         k_type=k_type,
         v_type=v_type or k_type,
+        hints=cast("Hints", options.hints),
     )
 
 
@@ -154,6 +163,7 @@ def run(options: ServeOptions) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings, specs, store = settings_of(options), engine_specs(options), open_store(options.store)
     engines = asyncio.run(reached(specs))
+    check_selective(settings, [engine.info for engine in engines])
     listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

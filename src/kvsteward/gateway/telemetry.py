@@ -44,6 +44,15 @@ class Telemetry:
             registry=r,
         )
         self.reductions = Counter("kvsteward:reductions", "Messages reduced on entry", registry=r)
+        self.selective_saved = Counter(
+            "kvsteward:selective_saved_tokens", "Tokens that selective context left out", registry=r
+        )
+        self.selective_time = Histogram(
+            "kvsteward:selective_seconds",
+            "Time that a turn waited for log-probabilities of a text's window",
+            buckets=_SECONDS,
+            registry=r,
+        )
         self.recalls = Counter("kvsteward:recalls", "Calls of the recall tool that were answered", registry=r)
         self.exact_counts = Counter("kvsteward:exact_counts", "Prompts that the engine was asked to count", registry=r)
         self.ttft = Histogram("kvsteward:ttft_seconds", "Time to the first token", buckets=_SECONDS, registry=r)
@@ -56,6 +65,12 @@ class Telemetry:
         self.unreleased = Counter(
             "kvsteward:unreleased_requests",
             "Requests that the engine went on with after their client had left",
+            registry=r,
+        )
+        self.notes = Counter(
+            "kvsteward:notes",
+            "Notes to the engine of what a session waits for, by what became of them",
+            ["outcome"],
             registry=r,
         )
         self.running = Gauge("kvsteward:turns_running", "Turns that the engine works on", registry=r)

@@ -16,14 +16,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvsteward.context.hygiene import Moved, clean, same_tools
-from kvsteward.context.marks import Marks
+from kvsteward.context.layout import View
+from kvsteward.context.marks import Marks, load_of
 from kvsteward.context.pipeline import Count, Prepared, prepare
 from kvsteward.context.recall import with_room
-from kvsteward.engines.base import EngineRequest
+from kvsteward.context.selective import Pieces, Score
+from kvsteward.engines.base import EngineRequest, Keep
 from kvsteward.errors import (
     ContextOverflowError,
     EngineError,
     EngineUnavailableError,
+    OverloadedError,
     StateError,
     UnsupportedError,
 )
@@ -36,6 +39,8 @@ from kvsteward.gateway.rounds import recalled
 from kvsteward.gateway.settings import Tenant
 from kvsteward.gateway.upstream import MAX_ERROR_BYTES, PATH, check_accepted, collected, for_engine, read_all
 from kvsteward.policy.admission import Demand
+from kvsteward.policy.retention import WEIGHTS
+from kvsteward.sessions.base import Session
 from kvsteward.wire.chat import PINNED_ROLES, ChatRequest, encode, has_images, parse_chat, with_tools
 from kvsteward.wire.identity import identify
 
@@ -78,6 +83,13 @@ class Turn:
     tools_sent: Any = None
     tools: Any = None
     """The client's tools as they came, and as the engine is shown them."""
+    keep: Keep | None = None
+    """What an engine that takes hints is told of the session."""
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """What goes into the body for this engine only."""
+        return {} if self.keep is None else self.at.engine.hint_fields(self.keep, self.request.body)
 
     def step(self, state: str) -> None:
         if state not in LIFE[self.state]:
@@ -184,6 +196,7 @@ async def tried_once(steward: Steward, exchange: Exchange, turn: Turn, resolved:
     """The turn on the engine that it was routed to. Raises Condense where that may help."""
     check_modalities(turn)
     session_id = resolved.session.id
+    turn.keep = keep_of(exchange, turn, resolved.session)
     async with steward.desk.lock(session_id):
         prepared = await prepared_turn(steward, turn, resolved, force=force)
     turn.step("prepared")
@@ -214,7 +227,7 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
                 resolved.arrivals,
                 tools=tools,
                 known_for=tools_key(tools) + turn.request.model,
-                marks=marks_of(steward, turn),
+                marks=marks_of(steward, turn, resolved.view),
                 policy=policy,
                 estimator=desk.estimator,
                 force=force,
@@ -234,13 +247,14 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
     return prepared
 
 
-def marks_of(steward: Steward, turn: Turn) -> Marks:
+def marks_of(steward: Steward, turn: Turn, view: View) -> Marks:
     budget = steward.budget_tokens(turn.tenant, turn.at.info)
-    marks = steward.policy(turn.tenant).marks(budget, turn.request.max_output_tokens)
+    load = load_of(view, steward.desk.estimator.json(turn.request.tools), turn.at.misses.ratio)
+    marks = steward.policy(turn.tenant).marks(budget, turn.request.max_output_tokens, load)
     return with_room(marks) if turn.recall else marks
 
 
-async def ask(steward: Steward, turn: Turn, questions: Generator[Count, Any, Prepared]) -> Prepared:
+async def ask(steward: Steward, turn: Turn, questions: Generator[Count | Score, Any, Prepared]) -> Prepared:
     """Drives the pipeline: what it asks, the engine answers."""
     answer: Any = None
     while True:
@@ -249,8 +263,11 @@ async def ask(steward: Steward, turn: Turn, questions: Generator[Count, Any, Pre
         except StopIteration as stop:
             prepared: Prepared = stop.value
             return prepared
-        steward.telemetry.exact_counts.inc()
-        answer = await count(turn, question)
+        if isinstance(question, Count):
+            steward.telemetry.exact_counts.inc()
+            answer = await count(turn, question)
+        else:
+            answer = await score(steward, turn, question)
 
 
 async def count(turn: Turn, question: Count) -> int | None:
@@ -261,6 +278,22 @@ async def count(turn: Turn, question: Count) -> int | None:
         return None
 
 
+async def score(steward: Steward, turn: Turn, question: Score) -> Pieces | None:
+    """How likely the engine finds each token, or None if it cannot be asked now: then the distillers choose."""
+    prompt = question.before + question.text
+    demand = Demand(steward.desk.estimator.text(prompt), 1)
+    started = steward.now()
+    try:
+        async with asyncio.timeout(steward.settings.selective_timeout_s), turn.at.gate.admitted(demand):
+            pieces = await turn.at.engine.prompt_logprobs(
+                prompt, model=turn.request.model, request_id=f"{turn.id}-score"
+            )
+    except (EngineError, ContextOverflowError, OverloadedError, TimeoutError):
+        pieces = None
+    steward.telemetry.selective_time.observe(steward.now() - started)
+    return pieces
+
+
 async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: Resolved, prepared: Prepared) -> None:
     """Waits for room in the KV budget, then lets the engine answer."""
     request, session_id = turn.request, resolved.session.id
@@ -268,7 +301,8 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
     room = prepared.marks.budget - prepared.tokens
     output = min(request.max_output_tokens or room, room)
     cap = output if steward.must_cap_output(request, prepared, turn.at.info) else None
-    body = encode(request, messages=for_engine(turn.at.info, prepared.view.render()), stream=stream, max_tokens=cap)
+    messages = for_engine(turn.at.info, prepared.view.render())
+    body = encode(request, messages=messages, stream=stream, max_tokens=cap, fields=turn.fields)
     extra = recall.room_tokens(prepared) if turn.recall else 0
     demand = Demand(
         prepared.tokens + extra, max(1, min(output, room - extra)), returning=turn.at.residency.of(session_id) > 0
@@ -299,6 +333,18 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
     if log.view_after is not None:  # only now is the room of this turn free again
         policy = steward.policy(turn.tenant)
         steward.scribe.after_turn(session_id, turn.at, request, log.view_after, prepared.marks, policy)
+    if turn.keep is not None and log.called:
+        steward.note_pause(turn.at.engine, session_id, turn.keep, log.called)
+
+
+def keep_of(exchange: Exchange, turn: Turn, session: Session) -> Keep | None:
+    """What is known of the session; None where the engine does not want to know. Raises UnsupportedError."""
+    asked = exchange.headers.get("x-kvsteward-class", turn.tenant.priority)
+    if asked not in WEIGHTS:
+        raise UnsupportedError(
+            f"X-KVSteward-Class must be one of {', '.join(WEIGHTS)}, not '{asked}'", param="X-KVSteward-Class"
+        )
+    return Keep(session.ttl_s, asked) if turn.at.engine.takes_hints else None
 
 
 def saved_tokens(resolved: Resolved, prepared: Prepared) -> int:

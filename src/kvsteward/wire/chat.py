@@ -237,6 +237,7 @@ def encode(
     stream: bool | None = None,
     max_tokens: int | None = None,
     model: str | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> bytes:
     """The body for the engine: the client's, with the named parts replaced. A stream always reports its usage."""
     body = {k: v for k, v in request.body.items() if k not in OWN_FIELDS}
@@ -244,6 +245,8 @@ def encode(
     if isinstance(metadata, dict) and OWN_FIELD in metadata:
         rest = {k: v for k, v in metadata.items() if k != OWN_FIELD}
         body = {**body, "metadata": rest} if rest else {k: v for k, v in body.items() if k != "metadata"}
+    if fields:
+        body.update(fields)
     if messages is not None:
         body["messages"] = messages
     if model is not None:

@@ -45,6 +45,12 @@ class Figures:
     block_tokens: int
     turns: int
     refused_hints: int
+    idle_s: Mapping[str, float] = field(default_factory=dict)
+    """Since each session's last turn, or the last word of it."""
+    released: int = 0
+    """Hints that said `final`."""
+    kept: int = 0
+    """Hints that asked to keep."""
 
     def tokens(self, session: str) -> int:
         return self.sessions.get(session, 0) * self.block_tokens
@@ -63,6 +69,8 @@ class Steward:
         self.free = FreeList(blocks, on_use=self._used)  # type: ignore[arg-type]  # vLLM's blocks, seen as Block
         self.free.ranked_by(self._rank)
         self.refused_hints = 0
+        self.released = 0
+        self.kept = 0
         self._clock, self._block_tokens, self._reorder_s = clock, block_tokens, reorder_s
         self._returns = Returns(max_sessions=max_owners)
         self._owners: OrderedDict[str, _Owner] = OrderedDict()
@@ -70,12 +78,17 @@ class Steward:
         self._born: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._ordered_at = -float("inf")
         self._turns = 0
+        self._over: list[str] = []
 
     def began(self, request: str, session: str | None) -> None:
         """A turn is queued: what its session left is awaited."""
         name = session or ALONE + request
         owner = self._owner(name)
         owner.queued.add(request)
+        if owner.hint.final:  # it was said to be over, and goes on
+            owner.hint = NO_HINT
+            self.free.release(name, over=False)
+            self._over = [other for other in self._over if other != name]
         self._returns.started(name, self._clock())
 
     def ended(self, request: str, session: str | None, told: Told, stop: str, block_ids: Iterable[int]) -> None:
@@ -88,28 +101,53 @@ class Steward:
         self._turns += 1
         self._returns.paused(name, now, told.stop or (stop if session else "alone"), told.tools)
         self.free.own(block_ids, name, lambda owner_name: SHARED + owner_name)
+        self._count(told)
+        if told.hint.final:
+            self._over.append(name)  # its blocks become free only after this call
 
     def note(self, session: str, told: Told) -> None:
-        """News of a paused session: its hint, and what it waits for."""
+        """News of a paused session: its hint, and what it waits for. `final` releases what it left, unless a turn of it
+        is queued: then the news is old."""
         owner = self._owner(session)
         owner.hint, owner.since_s = told.hint, self._clock()
         if (told.stop or told.tools) and not owner.queued:
             self._returns.paused(session, self._clock(), told.stop or "tool_calls", told.tools)
+        self._count(told)
+        if told.hint.final and not owner.queued:
+            self.free.release(session)
         self.free.outdate()
 
     def step(self) -> None:
         """Once per engine step: an order that is old is asked for anew when blocks are next taken from it."""
+        for name in self._over:
+            self.free.release(name)
+        self._over.clear()
         now = self._clock()
         if now - self._ordered_at >= self._reorder_s:
             self._ordered_at = now
             self.free.outdate()
 
     def figures(self) -> Figures:
+        """Without what was released."""
         held: dict[str, int] = {}
         for run in self.free.runs.values():
-            if run.owner and not run.owner.startswith((SHARED, ALONE, LOOSE)):
+            if run.owner and not run.over and not run.owner.startswith((SHARED, ALONE, LOOSE)):
                 held[run.owner] = held.get(run.owner, 0) + len(run.blocks)
-        return Figures(self.free.num_free_blocks, held, self._block_tokens, self._turns, self.refused_hints)
+        now = self._clock()
+        return Figures(
+            self.free.num_free_blocks,
+            held,
+            self._block_tokens,
+            self._turns,
+            self.refused_hints,
+            {name: now - owner.since_s for name in held if (owner := self._owners.get(name)) is not None},
+            self.released,
+            self.kept,
+        )
+
+    def _count(self, told: Told) -> None:
+        self.released += told.hint.final
+        self.kept += not told.hint.final and bool(told.hint.ttl_s)
 
     def _owner(self, name: str) -> _Owner:
         owner = self._owners.pop(name, None) or _Owner()
