@@ -75,6 +75,17 @@ def test_what_it_costs_is_what_the_earlier_prompt_had():
     assert found.findings[0].token + found.lost_tokens == whole
 
 
+def test_what_changes_behind_it_is_said_too():
+    made = bodies(
+        3, lambda turn: f"x-anthropic-billing-header: cch=a{turn}f31;\nToday is 2026-11-1{turn}.\ncwd: /a\n{RULES}"
+    )
+    made[4]["tools"] = TOOLS[::-1]
+    order, line = report(*made).findings
+    assert (line.kind, line.behind, line.times) == ("a billing line", ("date or time",), 1)
+    assert (order.kind, order.request, order.times) == ("the order of the tools", 5, 2)
+    assert order.lost_tokens > line.lost_tokens
+
+
 def test_a_rule_is_proposed_where_none_finds_the_line():
     made = bodies(2, lambda turn: f"{RULES}\nBuild of the day {turn}71\nBe brief.")
     (found,) = report(*made).findings

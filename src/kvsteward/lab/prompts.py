@@ -80,7 +80,7 @@ ADVICE = {
 
 def compare_prompts(bodies: Sequence[Mapping[str, Any]], *, one_session: bool = False) -> PromptReport:
     """Compares each request with the earlier one (of the last 64) that it has most text in common with. Those of
-    `one_session` go on from the newest with the same system prompt, however little else is left of it."""
+    `one_session` go on from the newest with nearly the same system prompt, however little else is left of it."""
     prompts = [parts_of(body) for body in bodies]
     followed, breaks = 0, []
     for index, prompt in enumerate(prompts):
@@ -156,15 +156,22 @@ def _predecessor(prompt: Prompt, earlier: Sequence[Prompt]) -> int | None:
 
 
 def _same_front(prompt: Prompt, earlier: Sequence[Prompt]) -> int | None:
-    """The newest of those that begin with the same system prompt."""
+    """The newest of those whose system prompt is for the most part the same."""
     own = _system(prompt)
-    same = (n for n in range(len(earlier) - 1, -1, -1) if _system(earlier[n]) == own)
-    return next(same, None) if own is not None else None
+    same = (n for n in range(len(earlier) - 1, -1, -1) if own and _alike(own, _system(earlier[n])))
+    return next(same, None)
 
 
-def _system(prompt: Prompt) -> Part | None:
-    first = next((part for part in prompt if part[0] != "tools"), None)
-    return first if first is not None and first[0] in PINNED_ROLES else None
+def _system(prompt: Prompt) -> str:
+    first = next((part for part in prompt if part[0] != "tools"), ("", ""))
+    return first[1] if first[0] in PINNED_ROLES else ""
+
+
+def _alike(one: str, other: str) -> bool:
+    """At least half of the longer one is the beginning and the end of both."""
+    head = _shared(one, other)
+    tail = _shared(one[head:][::-1], other[head:][::-1])
+    return 2 * (head + tail) >= max(len(one), len(other))
 
 
 def _front(prompt: Prompt, other: Prompt) -> int:

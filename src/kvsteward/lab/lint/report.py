@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import orjson
@@ -60,6 +60,8 @@ class Finding:
     """What of `kvsteward serve` mends it, "" if nothing does; or a rule for a policy that would."""
     rule: str = ""
     """A rule for the `hygiene` of a policy, where none of the default ones finds the text."""
+    behind: tuple[str, ...] = ()
+    """What else changes in the same part, by the names of the hygiene rules that find it: it is next to break."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +134,20 @@ def _broken(
     token = ruler.prompt(earlier[: found.place]) + (ruler.text(here[1][: found.position]) if found.position else 0)
     lost = max(0, min(ruler.prompt(earlier), ruler.prompt(now)) - token)
     mended, rule = _mend(found, here)
+    after = now[found.place][1] if found.place < len(now) else ""
+    behind = _behind(here[1], after, found.position) if _SYSTEM.match(found.part) else ()
     finding = Finding(
         found.kind, session, found.request + 1, requests[found.request].line, found.part, found.position, token,
-        found.before, found.after, 1, lost, 0.0, _ADVICE[found.kind], mended, rule,
+        found.before, found.after, 1, lost, 0.0, _ADVICE[found.kind], mended, rule, behind,
     )  # fmt: skip
     return found.kind, found.part, lost, finding
+
+
+def _behind(old: str, new: str, position: int) -> tuple[str, ...]:
+    """The volatile texts after a position that are others in the new prompt."""
+    still = {new[start:end] for start, end, _ in volatile(new)}
+    spans = ((start, old[start:end], rule.name) for start, end, rule in volatile(old))
+    return tuple(dict.fromkeys(name for start, text, name in spans if start > position and text not in still))
 
 
 def _mend(found: Break, part: tuple[str, str]) -> tuple[str, str]:
@@ -226,4 +237,4 @@ def _grouped(breaks: Sequence[tuple[str, str, int, Finding]], total: int) -> lis
 
 
 def _with(finding: Finding, times: int, lost: int, ratio: float) -> Finding:
-    return Finding(**{**asdict(finding), "times": times, "lost_tokens": lost, "lost_ratio": round(ratio, 4)})
+    return replace(finding, times=times, lost_tokens=lost, lost_ratio=round(ratio, 4))

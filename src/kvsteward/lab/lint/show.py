@@ -95,6 +95,8 @@ def _block(number: int, found: Finding) -> RenderableType:
         table.add_row("mended", Text(f"by kvsteward serve: {found.mended_by}", style="green"))
     if found.rule:
         table.add_row("rule", Text(f"hygiene: {{rules: [{found.rule}]}} in a policy", style="green"))
+    if found.behind:
+        table.add_row("then", Text(f"more of this part changes behind it: {', '.join(found.behind)}"))
     times = "once" if found.times == 1 else f"{found.times:,} times"
     cost = f"{found.lost_ratio:.1%}, about {found.lost_tokens:,} tokens" if found.lost_tokens else "no tokens"
     title = Text.assemble((f"{number}. {found.kind}", "bold yellow"), f"  {times}, {cost}")
