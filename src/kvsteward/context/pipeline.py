@@ -252,7 +252,7 @@ def summary_due(view: View, tokens: int, marks: Marks, policy: Policy) -> bool:
     """Whether the next compaction is near, after a turn that left `tokens` in the view: a few more rounds like the
     newest would reach the high-water mark. What they bring stays verbatim at the compaction, so that a summary of all
     before them, asked now, covers what will leave."""
-    if policy.summary != "engine" or len(view.items) < 2 or tokens > marks.budget:
+    if not policy.compact or policy.summary != "engine" or len(view.items) < 2 or tokens > marks.budget:
         return False
     recent, rounds = 0, 0
     for item in reversed(view.items):
