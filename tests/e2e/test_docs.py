@@ -62,7 +62,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_help_of_every_command():
-    for verb in ((), ("serve",), ("ledger",), ("demo",), ("sessions", "list")):
+    for verb in ((), ("serve",), ("ledger",), ("demo",), ("sessions", "list"), ("engines", "list")):
         done = subprocess.run([sys.executable, "-m", "kvsteward", *verb, "--help"], capture_output=True, text=True)
         assert done.returncode == 0
         assert "Usage" in done.stdout
