@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from kvsteward.engines.embedded import default_model
@@ -29,6 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 VLLM_MODEL = ROOT / ".venv-vllm" / "smollm2"
 KEY = "e2e"
+
+hypothesis.settings.register_profile("shared-machine", deadline=None)  # how long an example takes says nothing there
+hypothesis.settings.load_profile("shared-machine")
 
 
 def fetch(url: str, body: Any = None, *, method: str | None = None, timeout_s: float = 120, **headers: str) -> Any:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvsteward.context.hygiene import Moved
 from kvsteward.context.layout import Item, View
 from kvsteward.context.marks import Policy
-from kvsteward.context.pipeline import Arrival, Count, Prepared, Summarise, prepare
+from kvsteward.context.pipeline import Arrival, Count, Prepared, prepare, summarise, summary_due
+from kvsteward.context.summary import Draft
 from kvsteward.context.tokens import Estimator
 from kvsteward.wire.fingerprint import link, root
 
@@ -37,9 +39,10 @@ class Driven:
     parent: str = field(default_factory=root)
     depth: int = 0
     asked: list[Any] = field(default_factory=list)
+    draft: Draft | None = None
     log: list[Any] = field(default_factory=list)
 
-    def say(self, *messages: dict[str, Any], force: bool = False) -> Prepared:
+    def say(self, *messages: dict[str, Any], force: bool = False, moved: Sequence[Moved] | None = None) -> Prepared:
         arrivals = []
         for message in messages:
             self.parent, self.depth = link(self.parent, message), self.depth + 1
@@ -54,6 +57,8 @@ class Driven:
             policy=self.policy,
             estimator=Estimator(),
             force=force,
+            draft=self.draft,
+            moved=moved,
         )
         reply: Any = None
         while True:
@@ -62,13 +67,12 @@ class Driven:
             except StopIteration as stop:
                 prepared: Prepared = stop.value
                 self.view = prepared.view
+                if prepared.epoch:
+                    self.draft = None
                 return prepared
+            assert isinstance(question, Count)
             self.asked.append(question)
-            if isinstance(question, Count):
-                reply = length(question.messages, self.tools) if self.counts else None
-            else:
-                assert isinstance(question, Summarise)
-                reply = self.summary
+            reply = length(question.messages, self.tools) if self.counts else None
 
     def answer(self, message: dict[str, Any]) -> None:
         self.parent, self.depth = link(self.parent, message), self.depth + 1
@@ -76,6 +80,23 @@ class Driven:
         view = self.view.with_items([Item(self.parent, self.depth, message, tokens, tokens)])
         self.view = view.counted(length(view.render(), self.tools), "model")
         self.log.append(message)
+        marks = self.policy.marks(self.budget, self.max_output)
+        if (
+            self.summary is not None
+            and self.draft is None
+            and summary_due(self.view, self.view.known_tokens, marks, self.policy)
+        ):
+            self.prepare_summary()
+
+    def prepare_summary(self) -> None:
+        """What a gateway does in the background."""
+        marks = self.policy.marks(self.budget, self.max_output)
+        questions = summarise(self.view, marks, self.policy, Estimator(), Estimator().json(self.tools), structured=True)
+        try:
+            self.asked.append(next(questions))
+            questions.send((self.summary, True))
+        except StopIteration as stop:
+            self.draft = stop.value
 
 
 @pytest.fixture

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvsteward.context.layout import cuts, derive
+from kvsteward.context.layout import Verdict, cuts, derive
 from kvsteward.context.marks import Policy
 from kvsteward.context.pipeline import Count, Summarise, decode_epoch, encode_epoch
 from kvsteward.errors import ConfigError, ContextOverflowError
@@ -141,26 +143,65 @@ def test_long_tool_result_is_reduced_once_on_entry(session):
     assert again.view.items[2].text == shown
 
 
-def test_summary_is_asked_by_appending_to_the_cached_prefix(session):
-    chat = session(2048, summary="The user asks about orders.")
-    while not any(isinstance(q, Summarise) for q in chat.asked):
-        cached = list(chat.view.render())
+def test_summary_is_asked_before_it_is_needed_by_appending_to_the_cached_prefix(session):
+    chat = session(2048, summary=json.dumps({"intent": ["The user asks what about the order."]}))
+    while not chat.view.epoch.block:
+        chat.say(user("What about the order? " * 12))
+        prompt = list(chat.view.render())
+        due = not chat.draft
+        chat.answer(said("It is on its way. " * 6))
+        if due and chat.draft:
+            question = next(q for q in chat.asked if isinstance(q, Summarise))
+            assert list(question.messages[:-2]) == prompt
+            assert [m["role"] for m in question.messages[-2:]] == ["assistant", "user"]
+            assert question.schema is not None
+    assert sum(isinstance(q, Summarise) for q in chat.asked) == 1
+    assert "The user asks what about the order." in chat.view.epoch.block
+    assert chat.view.epoch.judged.outcome == "used"
+
+
+def test_a_draft_covers_what_leaves_and_the_rest_is_extracted(session):
+    chat = session(2048, summary='{"facts": ["The order of turn 1 was shipped."]}')
+    turn = 0
+    while not chat.view.epoch.block:
+        turn += 1
+        chat.say(user(f"Turn {turn}: what about the order? " + "Please say it again. " * 6))
+        if turn == 4:
+            chat.answer(said("The order of turn 1 was shipped."))
+            chat.prepare_summary()
+            assert chat.draft.through == 7, "the newest answer is not covered"
+        else:
+            chat.answer(said(f"This is answer {turn}."))
+    summary = chat.view.epoch.summary
+    assert summary.count("The order of turn 1 was shipped.") == 1
+    assert "This is answer 9." in summary
+    assert "This is answer 2." not in summary
+
+
+def test_a_draft_of_another_history_is_late(session):
+    chat = session(2048, summary='{"facts": ["about the order"]}')
+    while not chat.view.epoch.block:
         chat.say(user("What about the order? " * 12))
         chat.answer(said("It is on its way. " * 6))
-    question = next(q for q in chat.asked if isinstance(q, Summarise))
-    assert list(question.messages[:-1]) == cached
-    assert question.messages[-1]["role"] == "user"
-    assert "The user asks about orders." in chat.view.epoch.block
+        if chat.draft:
+            chat.draft = replace(chat.draft, at="0" * 64)
+    assert chat.view.epoch.judged == Verdict("late", "none was ready")
+    assert "It is on its way." in chat.view.epoch.summary
 
 
-@pytest.mark.parametrize("summary", [None, "", "word " * 2000])
-def test_no_or_too_long_summary_is_replaced_by_an_extractive_one(session, summary):
+@pytest.mark.parametrize(
+    ("summary", "outcome"),
+    [(None, "late"), ("", "replaced"), ("word " * 2000, "replaced"), ("Parcel 1Z999AA1 came. " * 3, "replaced")],
+)
+def test_no_or_a_bad_summary_is_replaced_by_an_extractive_one(session, summary, outcome):
     chat = session(2048, summary=summary)
     while not chat.view.epoch.block:
         chat.say(user("What about the order? " * 12))
         chat.answer(said("Parcel 1Z999AA10123456784 is on its way. " * 4))
-    assert "Parcel 1Z999AA10123456784 is on its way." in chat.view.epoch.summary
+    assert "Parcel 1Z999AA10123456784 is on" in chat.view.epoch.summary
     assert "word word word" not in chat.view.epoch.block
+    assert chat.view.epoch.judged.outcome == outcome
+    assert decode_epoch(encode_epoch(chat.view.epoch)) == chat.view.epoch
 
 
 def test_engine_is_asked_for_a_count_only_near_the_mark(session):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvsteward.errors import ProtocolError
 from kvsteward.kv.vllm.hints import FIELD, Told, parse
 from kvsteward.kv.vllm.snapshot import labelled, listed, snapshot
 from kvsteward.kv.vllm.steward import MAX_RANKED, Steward
+from kvsteward.policy.guard import RATIO
 from kvsteward.policy.retention import Hint
 
 
@@ -50,6 +52,7 @@ class Pool:
             reused.append(block)
         for block in reused:
             free.remove(block)
+        self.steward.matched([(session, i) for i in range(blocks)], len(reused))
         fresh = free.popleft_n(blocks - len(reused))
         for block in fresh:
             for other in self.paths.values():
@@ -64,6 +67,10 @@ class Pool:
         assert free.num_free_blocks == self.size
         self.now += pause_s
         return len(reused)
+
+    def path(self, session: str) -> list[Block]:
+        """What it has in the pool, from the head on."""
+        return self.paths.get(session, [])
 
     def lost(self, session: str, block: Block) -> bool:
         return block not in self.paths[session]
@@ -197,6 +204,33 @@ def test_round_robin_beyond_the_pool_is_reused_where_lru_reuses_nothing():
         by_lru += lru.turn(f"s{turn % 8}", 10)
     assert by_lru == 0
     assert reused > 0.4 * 8 * 12 * 10
+
+
+def lead_over_lru(turns: int, seed: int, *, guarded: bool) -> tuple[int, int]:
+    """(blocks reused beyond those of LRU, blocks asked) where each turn is the worst one for what is learned: of the
+    session of which LRU has most that the learned order has given up."""
+    rng = random.Random(seed)
+    pool, lru = Pool(40), Pool(40)
+    lru.steward.free.ranked_by(None)
+    if not guarded:
+        pool.steward.matched = lambda followed, hits: None  # type: ignore[method-assign]
+    lead = 0
+    for _ in range(turns):
+        worst = max(range(16), key=lambda i: (len(lru.path(f"s{i}")) - len(pool.path(f"s{i}")), rng.random()))
+        pause_s = rng.choice([0.1, 1.0, 30.0, 600.0])
+        lead += pool.turn(f"s{worst}", 5, pause_s=pause_s) - lru.turn(f"s{worst}", 5, pause_s=pause_s)
+    return lead, 5 * turns
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_guard_bounds_what_an_adversary_can_take(seed):
+    lead, asked = lead_over_lru(1500, seed, guarded=True)
+    assert lead >= -(RATIO * asked + 2 * 40 + 5)
+
+
+def test_without_the_guard_the_adversary_takes_more_than_that():
+    lead, asked = lead_over_lru(1500, 1, guarded=False)
+    assert lead < -(RATIO * asked + 2 * 40 + 5)
 
 
 @given(

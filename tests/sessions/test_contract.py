@@ -24,7 +24,16 @@ def fill(store, make, *texts, id_="s1", **fields):
 
 def test_a_session_comes_back_as_it_was(store: SessionStore, make) -> None:
     session = make.session(
-        tenant="t", model="m", title="é", turns=3, branched_from="x", view_tokens=1, log_tokens=2, saved_tokens=3
+        tenant="t",
+        model="m",
+        title="é",
+        turns=3,
+        branched_from="x",
+        view_tokens=1,
+        log_tokens=2,
+        saved_tokens=3,
+        compactions=4,
+        again_tokens=5,
     )
     store.create(session)
     assert store.get("s1") == session

@@ -98,7 +98,8 @@ def test_a_file_from_before_the_index_gets_one(tmp_path: Path, make):
     for (column,) in db.execute("SELECT name FROM pragma_table_info('entries') WHERE name = 'blobs'").fetchall():
         db.execute(f"ALTER TABLE entries DROP COLUMN {column}")
     db.execute("DROP TABLE IF EXISTS blobs")
-    db.execute("ALTER TABLE sessions DROP COLUMN engine")
+    for column in ("engine", "compactions", "again_tokens"):
+        db.execute(f"ALTER TABLE sessions DROP COLUMN {column}")
     assert migrate(db) == len(MIGRATIONS) - 1
     db.close()
     store = SqliteStore(path)

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
+from kvsteward.context.hygiene import Moved
 from kvsteward.context.images import shown
 from kvsteward.context.tokens import Estimator
-from kvsteward.wire.chat import PINNED_ROLES, text_of
+from kvsteward.wire.chat import OWN_FIELD, PINNED_ROLES, text_of
 
 Message = Mapping[str, Any]
 
@@ -38,6 +39,21 @@ class Item:
     log_tokens: int
     images: tuple[str, ...] = ()
     """Names of its images (`context.images.hashes`)."""
+    original: Message | None = None
+    """What was received, where `message` was shortened and rules may still read it (not kept for tool results)."""
+    note: str = ""
+    """Shown after its text: what left the system prompt because it changes (`context.hygiene`)."""
+
+    @property
+    def said(self) -> Message:
+        """The message as it was received, or as it is shown where that is no longer known."""
+        return self.message if self.original is None else self.original
+
+    def shortened(self, text: str, estimator: Estimator) -> Item:
+        """The same item with a shorter text."""
+        message = with_text(self.message, text)
+        original = None if self.role == "tool" else self.said
+        return replace(self, message=message, tokens=estimator.message(message), original=original)
 
     @property
     def role(self) -> str:
@@ -74,6 +90,42 @@ class Stub:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of the engine's summary at one compaction, why, and the counts."""
+
+    outcome: Literal["used", "repaired", "replaced", "late"]
+    """"late": there was none in time."""
+    reason: str = ""
+    lines: int = 0
+    """Lines that the engine wrote."""
+    invented: int = 0
+    """Lines cut for a value that stands in no source."""
+    orders: int = 0
+    """Lines cut because they give orders."""
+    plan_added: int = 0
+    facts: int = 0
+    """Facts of the span that left."""
+    facts_added: int = 0
+    """Facts that neither the summary nor the table had: added as lines."""
+    facts_left: int = 0
+    """Facts for whose lines there was no room; the log has them."""
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanItem:
+    """A text that stays word for word (`context.plan`)."""
+
+    text: str
+    kind: str
+    source: str
+    """Hash of the entry that it stands in."""
+    depth: int
+    role: str = "user"
+    """Who said it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Epoch:
     """The result of the last compaction. `through` is the depth up to which messages are condensed into `block`."""
 
@@ -91,10 +143,17 @@ class Epoch:
     hidden_images: tuple[str, ...] = ()
     """Images that are not shown in messages up to the depth `hidden_through`."""
     hidden_through: int = 0
+    judged: Verdict | None = None
+    """What became of the engine's summary. None where none was wanted."""
+    plan: tuple[PlanItem, ...] = ()
+    """The Plan of what was condensed."""
+    spoken: bool = False
+    """A user message is among what was condensed."""
 
     def shows(self, item: Item, seen: set[str]) -> Message:
         """An item as this epoch shows it. `seen` has the images shown before it."""
-        return shown(item.message, item.images, seen, self.hidden_images if item.depth <= self.hidden_through else ())
+        hidden = self.hidden_images if item.depth <= self.hidden_through else ()
+        return bare(with_note(shown(item.message, item.images, seen, hidden), item.note))
 
     def recounted(self, item: Item, seen: set[str], estimator: Estimator) -> Item:
         return replace(item, tokens=estimator.message(self.shows(item, seen)))
@@ -112,6 +171,10 @@ class View:
     known_items: int = 0
     known_for: str = ""
     """Names the tools and the model that the count is valid for."""
+    moved: tuple[Moved, ...] = ()
+    """What left the system prompt because it changes, as it was last noted."""
+    tools: Any = None
+    """The client's tools as the engine was shown them last."""
 
     @property
     def head(self) -> str:
@@ -160,7 +223,7 @@ class View:
     def render(self) -> list[Message]:
         """The messages for the engine."""
         seen: set[str] = set()
-        messages = [shown(item.message, item.images, seen, ()) for item in self.pinned]
+        messages = [bare(shown(item.message, item.images, seen, ())) for item in self.pinned]
         if self.epoch.block:
             messages.append({"role": "user", "content": self.epoch.block})
             if not self.items or self.items[0].role != "assistant":
@@ -184,6 +247,28 @@ def with_text(message: Message, text: str) -> Message:
     return {**message, "content": text}
 
 
+def note_holder(items: Sequence[Item]) -> int | None:
+    """Which item a note is put after: the newest of a user, or else of a tool, behind the last answer."""
+    newest = [n for n in range(len(items) - 1, -1, -1) if items[n].role in {"user", "tool"}]
+    users = [n for n in newest if items[n].role == "user" and all(i.role in {"user", "tool"} for i in items[n:])]
+    return users[0] if users else newest[0] if newest else None
+
+
+def with_note(message: Message, note: str) -> Message:
+    """The message with a text after its own."""
+    if not note:
+        return message
+    content = message.get("content")
+    if isinstance(content, list):
+        return {**message, "content": [*content, {"type": "text", "text": note}]}
+    return {**message, "content": f"{content}\n\n{note}" if content else note}
+
+
+def bare(message: Message) -> Message:
+    """The message without the field that is ours to read."""
+    return {k: v for k, v in message.items() if k != OWN_FIELD} if OWN_FIELD in message else message
+
+
 def cuts(items: Sequence[Item]) -> list[int]:
     """Indexes where a view may begin: before a user or assistant message, with no call open that is still answered."""
     found: list[int] = []
@@ -199,14 +284,20 @@ def cuts(items: Sequence[Item]) -> list[int]:
     return found
 
 
-def derive(path: Iterable[Item], epochs: Sequence[tuple[str, Epoch]], reduced: Mapping[str, str]) -> View:
+def derive(
+    path: Iterable[Item],
+    epochs: Sequence[tuple[str, Epoch]],
+    reduced: Mapping[str, str],
+    notes: Mapping[str, str] | None = None,
+) -> View:
     """Rebuilds the view of a path: `epochs` are the compactions recorded on it, each at the entry where it was taken,
-    in order; `reduced` maps an entry to its text after reduction on entry. Token counts are those of the items."""
+    in order; `reduced` maps an entry to its text after reduction on entry, `notes` to what is shown after its text.
+    Token counts are those of the items."""
     items = list(path)
     on_path = {item.hash for item in items}
     epoch = next((e for at, e in reversed(epochs) if at in on_path), Epoch())
     shown = {**reduced, **epoch.overrides}
-    items = [replace(i, message=with_text(i.message, shown[i.hash])) if i.hash in shown else i for i in items]
+    items = [_derived(i, shown.get(i.hash), (notes or {}).get(i.hash, "")) for i in items]
     pinned: list[Item] = []
     for item in items:
         if item.role not in PINNED_ROLES:
@@ -214,3 +305,10 @@ def derive(path: Iterable[Item], epochs: Sequence[tuple[str, Epoch]], reduced: M
         pinned.append(item)
     rest = tuple(i for i in items[len(pinned) :] if i.depth > epoch.through)
     return View(tuple(pinned), epoch, rest)
+
+
+def _derived(item: Item, text: str | None, note: str) -> Item:
+    if text is not None:
+        original = None if item.role == "tool" else item.said
+        item = replace(item, message=with_text(item.message, text), original=original)
+    return replace(item, note=note) if note else item

@@ -4,16 +4,58 @@
               after a compaction   compact    | room for the answer
 
 `hard` leaves room for the answer, so that prompt + answer stay inside the budget. At `high` the history is compacted,
-in one big step down to `low`. The further apart the marks, the rarer the steps, and the more of the prompt is found in
-the engine's prefix cache: with g new tokens a turn, an epoch has (high - low) / g turns and (high^2 - low^2) / 2g
-prompt tokens, of which about `high` are prefilled. So the share that is not cached is 2g x high / (high^2 - low^2).
+in one big step down to `low`. The further apart the marks, the rarer the steps and the prefills that they cost, and
+the more tokens are held. `best_span` weighs the two; docs/marks.md derives it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import inf, sqrt
 
+from kvsteward.context.hygiene import Hygiene
+from kvsteward.context.layout import View
+from kvsteward.context.patterns import compiled
+from kvsteward.context.plan import PlanRules
 from kvsteward.errors import ConfigError
+
+NO_LIMIT = 1 << 62
+_PREPARE_SHARE = 0.1
+"""Of the way from the low to the high mark: what is left of it when the summary is asked for."""
+_LEAST_SPAN = 0.25
+"""Of the low mark: marks that are closer together would compact at nearly every turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a session's turns are like. `growth_tokens`: what a turn adds; `fixed_tokens`: what stands in front and is
+    the same after a compaction; `miss_ratio`: how often a turn finds its cache gone."""
+
+    growth_tokens: float
+    fixed_tokens: int = 0
+    miss_ratio: float = 0.0
+
+
+def load_of(view: View, tools_tokens: int, miss_ratio: float) -> Load | None:
+    """Measured on a view. None while it has fewer than two rounds."""
+    rounds = sum(item.role == "assistant" for item in view.items)
+    if rounds < 2:
+        return None
+    grown = sum(item.tokens for item in view.items) / rounds
+    return Load(grown, tools_tokens + sum(item.tokens for item in view.pinned), miss_ratio)
+
+
+def best_span(load: Load, low_tokens: int, memory_price: float) -> float:
+    """Tokens from the low to the high mark that cost least: with g = growth, s = fixed, r = misses and m = what a token
+    held for a turn is worth in tokens of prefill, a turn costs
+
+        (1 - r) (g + g (low - s) / span) + r (low + span / 2) + m (low + span / 2)
+
+    which is least at sqrt(2 g (low - s) (1 - r) / (r + m)). Infinite where holding costs nothing."""
+    price = load.miss_ratio + memory_price
+    if price <= 0:
+        return inf
+    return sqrt(2 * load.growth_tokens * max(0, low_tokens - load.fixed_tokens) * (1 - load.miss_ratio) / price)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +63,7 @@ class Policy:
     """How a session's context is kept. Ratios are of the budget."""
 
     high_water_ratio: float = 0.85
+    """The latest; where tokens in memory have a price, a session is compacted earlier (`best_span`)."""
     low_water_ratio: float = 0.40
     block_ratio: float = 0.25
     """The most that the condensed part may take."""
@@ -30,9 +73,26 @@ class Policy:
     """A tool result over this is reduced on entry. Default: a sixteenth of the budget, 160 at the least, 4,096 at the
     most."""
     summary: str = "engine"
-    """"engine" asks the model at a compaction; "extractive" never does."""
+    """"engine" asks the model, in the background, before a compaction; "extractive" never does."""
+    selective: float | None = None
+    """Of a long prose result, the share of its tokens that is kept at most: the sentences that an engine finds least
+    predictable (`context.selective`). None: the distillers choose, and nobody is asked."""
     answer_tokens: int = 512
     """Room kept for the answer where the request sets no limit (an eighth of the budget at the most)."""
+    memory_price: float = 0.0
+    """What a token that is held for a turn is worth in tokens of prefill, besides what misses make it cost."""
+    plan: PlanRules = field(default_factory=PlanRules)
+    """What stays word for word."""
+    hygiene: Hygiene = field(default_factory=Hygiene)
+    """What is kept out of the front of the prompt."""
+    keep: tuple[str, ...] = ()
+    """Regular expressions of values that the condensed part always keeps."""
+    compact: bool = True
+    """False: nothing is condensed; a conversation that does not fit is refused."""
+    reduce: bool = True
+    """False: nothing is shortened on entry."""
+    about: str = ""
+    """What the policy is for, in a sentence."""
 
     def __post_init__(self) -> None:
         if not 0 < self.low_water_ratio < self.high_water_ratio <= 1:
@@ -42,20 +102,31 @@ class Policy:
             )
         if self.summary not in {"engine", "extractive"}:
             raise ConfigError(f"summary must be 'engine' or 'extractive', not {self.summary!r}")
-        if self.keep_rounds < 1:
-            raise ConfigError("keep_rounds must be at least 1")
+        for pattern in self.keep:
+            compiled(pattern, "fact.keep")
+        for name, least in (("keep_rounds", 1), ("answer_tokens", 1), ("tool_limit_tokens", 32), ("memory_price", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, not {value}", param=name)
+        for name, share in (("block", self.block_ratio), ("selective", self.selective)):
+            if share is not None and not 0 < share < 1:
+                raise ConfigError(f"{name} is a share between 0 and 1, not {share}", param=name)
 
-    def marks(self, budget_tokens: int, max_output_tokens: int | None) -> Marks:
-        """The marks for one turn. A request that wants a long answer gets an earlier high-water mark."""
+    def marks(self, budget_tokens: int, max_output_tokens: int | None, load: Load | None = None) -> Marks:
+        """The marks for one turn. A request that wants a long answer gets an earlier high-water mark, and so does a
+        session of a deployment whose memory is short."""
         reserve = max_output_tokens or min(self.answer_tokens, budget_tokens // 8)
         hard = budget_tokens - min(reserve, budget_tokens // 2)
         high = min(int(budget_tokens * self.high_water_ratio), hard)
+        low = min(int(budget_tokens * self.low_water_ratio), int(high * 0.75))
+        if load is not None:
+            high = int(min(high, low + max(best_span(load, low, self.memory_price), low * _LEAST_SPAN)))
         tool_limit = self.tool_limit_tokens or min(4_096, max(160, budget_tokens // 16))
         return Marks(
             budget=budget_tokens,
             hard=hard,
             high=high,
-            low=min(int(budget_tokens * self.low_water_ratio), int(high * 0.75)),
+            low=low,
             block=int(budget_tokens * self.block_ratio),
             tool_limit=tool_limit,
             text_limit=max(tool_limit, budget_tokens // 4),
@@ -73,6 +144,15 @@ class Marks:
     block: int
     tool_limit: int
     text_limit: int
+
+    @property
+    def prepare(self) -> int:
+        """Where the summary for the coming compaction is asked for at the latest."""
+        return self.high - int((self.high - self.low) * _PREPARE_SHARE)
+
+    def unlimited(self) -> Marks:
+        """The same marks for messages of any length."""
+        return replace(self, tool_limit=NO_LIMIT, text_limit=NO_LIMIT)
 
     def scaled(self, factor: float) -> Marks:
         """The same marks in units of an estimate that is off by a known factor."""

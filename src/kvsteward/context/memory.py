@@ -12,41 +12,57 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import orjson
 
 from kvsteward.context.layout import Fact, Item
+from kvsteward.context.patterns import compiled
+from kvsteward.wire.chat import class_of, text_of
 
 MAX_VALUES = 400
 MAX_TEXT_CHARS = 200_000
 _WORD = re.compile(r"[^\s\"'`,;()\[\]{}<>|=]{2,120}")
-_QUOTED = re.compile(r"\"([^\"\n]{3,60})\"(?!\s*:)|'([^'\n]{3,60})'(?!\s*:)|`([^`\n]{3,60})`")
+_QUOTED = re.compile(r"(?<!\w)([\"'`])((?:(?!\1)[^\n]){1,60})\1(?!\w)(\s{0,4}:)?")
 _TRIM = ".:!?*…-"
+_NO_START, _NO_END = ",:;)]}|", ",:;([{|"
 _CAMEL = re.compile(r"[a-z][A-Z]")
 _DIGITS = re.compile(r"\d")
 
-CALLED, SAID, PRINTED = 3.0, 2.0, 1.0
+CALLED, SAID, PRINTED, REPEATED = 3.0, 2.0, 1.0, 0.5
+"""What a value is worth by who used it: an agent's call (for each one more), the user, a tool; and on top of it where
+the agent's text repeats it."""
+_CLOCK = re.compile(r"\d{1,2}:\d{2}")
+_CLOCK_RATIO = 0.3
+"""A time of day or a time stamp is seldom asked for by itself."""
 _AGEING = 0.85
 
 
 def values(text: str) -> list[str]:
-    """The values of a text, in order, each once."""
-    found: dict[str, None] = {}
+    """The values of a text, each once: words first, then what is quoted. The names of fields are not values, unless
+    they have a digit: then they are ids."""
     text = text[:MAX_TEXT_CHARS]
+    keys: set[str] = set()
+    quoted: dict[str, None] = {}
+    for match in _QUOTED.finditer(text):
+        inside = match.group(2).strip()
+        if match.group(3) and not _DIGITS.search(inside):
+            keys.add(inside)
+        elif len(inside) >= 3 and inside[0] not in _NO_START and inside[-1] not in _NO_END:
+            quoted.setdefault(inside)
+            if len(quoted) >= MAX_VALUES:
+                break
+    found: dict[str, None] = {}
     for match in _WORD.finditer(text):
         word = match.group().strip(_TRIM)
-        if _is_value(word):
+        if word not in keys and _is_value(word):
             found.setdefault(word)
             if len(found) >= MAX_VALUES:
                 return list(found)
-    for match in _QUOTED.finditer(text):
-        quoted = (match.group(1) or match.group(2) or match.group(3)).strip()
-        if len(quoted) >= 3 and quoted not in found and any(c.isalnum() for c in quoted):
-            found.setdefault(quoted)
-            if len(found) >= MAX_VALUES:
-                break
-    return list(found)
+    for inside in quoted:
+        found.setdefault(inside)
+    return list(found)[:MAX_VALUES]
 
 
 def _is_value(word: str) -> bool:
@@ -60,6 +76,22 @@ def _is_value(word: str) -> bool:
     if len(word) < 4:
         return False
     return bool(digits) or "_" in word.strip("_") or bool(_CAMEL.search(word)) or _is_file(word)
+
+
+def stands_in(value: str, text: str) -> bool:
+    """True if the value stands in the text as a whole word."""
+    before, after = _wordy(value[0]), _wordy(value[-1])
+    at = text.find(value)
+    while at >= 0:
+        end = at + len(value)
+        if not (before and at and _wordy(text[at - 1])) and not (after and end < len(text) and _wordy(text[end])):
+            return True
+        at = text.find(value, at + 1)
+    return False
+
+
+def _wordy(char: str) -> bool:
+    return char.isalnum() or char == "_"
 
 
 def _is_file(word: str) -> bool:
@@ -107,23 +139,49 @@ def _leaves(arguments: Any) -> Iterable[str]:
             yield orjson.dumps(value).decode()
 
 
-def collect(dropped: Sequence[Item], earlier: Iterable[Fact], recent: Iterable[Item]) -> list[Fact]:
+FIRM, MAX_FIRM = 100.0, 200
+"""The score of a value that the caller or the policy wants kept, and how many of them there may be."""
+
+
+def firm(dropped: Sequence[Item], earlier: Iterable[Fact], patterns: Sequence[str]) -> list[Fact]:
+    """The values that stay whatever else does: those of messages that the caller marked as facts, and those that a
+    policy's patterns find; with those from before, newest last."""
+    found = {fact.value: fact for fact in earlier if fact.score >= FIRM}
+    wanted = [compiled(pattern, "fact.keep") for pattern in patterns]
+    for item in dropped:
+        text = text_of(item.said)[:MAX_TEXT_CHARS]
+        marked = values(text) if class_of(item.said) == "fact" else []
+        matched = [m.group() for pattern in wanted for m in islice(pattern.finditer(text), MAX_FIRM)]
+        for value in (*marked, *matched):
+            if 0 < len(value) <= 120 and "\n" not in value:
+                found.setdefault(value, Fact(value, item.hash, item.depth, FIRM))
+    return list(found.values())[-MAX_FIRM:]
+
+
+def collect(dropped: Sequence[Item], earlier: Iterable[Fact], recent: Sequence[Item]) -> list[Fact]:
     """The facts of a dropped span and those carried from before, best first. `recent` (what stays in view) only tells
     which values are still in use."""
     used = Counter(v for item in (*dropped, *recent) for v in argument_values(item.message))
     said = {v for item in dropped if item.role == "user" for v in values(item.text)}
+    repeated = {v for item in (*dropped, *recent) if item.role == "assistant" for v in values(item.text)}
     facts: dict[str, Fact] = {}
     for fact in earlier:
-        kept = fact.score * _AGEING + (CALLED if used[fact.value] else 0)
+        kept = fact.score * _AGEING ** (len(dropped) / 8) + (CALLED if used[fact.value] else 0)
         facts[fact.value] = Fact(fact.value, fact.source, fact.depth, kept)
     newest = dropped[-1].depth if dropped else 0
+    answers = {str(item.message.get("tool_call_id")): item for item in dropped if item.role == "tool"}
     for item in dropped:
-        found = list(dict.fromkeys([*argument_values(item.message), *values(item.text)]))
+        called = argument_values(item.message)
+        found = list(dict.fromkeys([*called, *values(item.text)]))
         crowd = max(1.0, len(found) / 8) ** 0.5
+        result = next((answers[i] for i in item.call_ids if i in answers), item)
         for value in found:
             base = CALLED + used[value] if used[value] else SAID if value in said else PRINTED / crowd
+            base += REPEATED if value in repeated else 0.0
+            base *= _CLOCK_RATIO if _CLOCK.search(value) else 1.0
             score = base * _AGEING ** ((newest - item.depth) / 8)
             before = facts.get(value)
             if before is None or score > before.score:
-                facts[value] = Fact(value, item.hash, item.depth, score)
+                source = result if value in called else item
+                facts[value] = Fact(value, source.hash, source.depth, score)
     return sorted(facts.values(), key=lambda f: (-f.score, -f.depth, f.value))

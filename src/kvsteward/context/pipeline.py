@@ -19,19 +19,26 @@ from typing import Any
 import msgspec
 import orjson
 
-from kvsteward.context.compact import SUMMARY_INSTRUCTION, compact, droppable_tokens
-from kvsteward.context.distill.base import Hints
+from kvsteward.context.compact import SUMMARY_SHARE, compact, droppable_tokens
+from kvsteward.context.distill.base import Distillate, Hints
 from kvsteward.context.distill.registry import distil
+from kvsteward.context.hygiene import Moved, note_of
 from kvsteward.context.images import hashes
-from kvsteward.context.layout import HASH_CHARS, Epoch, Item, Message, View, with_text
+from kvsteward.context.layout import ACKNOWLEDGEMENT, HASH_CHARS, Epoch, Item, Message, Verdict, View, note_holder
 from kvsteward.context.marks import Marks, Policy
 from kvsteward.context.memory import argument_values, values
+from kvsteward.context.plan import PLAN, PlanRules, Room, kept_words, plan_of
+from kvsteward.context.selective import Score, Selected, applies_to, select
+from kvsteward.context.summary import SCHEMA, Draft, ask
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ContextOverflowError
-from kvsteward.wire.chat import text_of
+from kvsteward.wire.chat import class_of, text_of
 
 _DOUBT = 0.25
 """How far an estimate of new tokens may be off before the engine is asked."""
+_WORD_FOR_WORD = "[kvsteward: and word for word]"
+_FOOTER_TOKENS = 64
+"""What the note under a reduced text takes at the most."""
 _WORTH_RATIO = 0.10
 """A compaction that would free less than this share of the budget is not made while the prompt still fits."""
 
@@ -45,13 +52,12 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Summarise:
-    """Question: the engine's answer to these messages. They extend the view that is cached. Answer: str or None."""
+    """Question: the engine's answer to these messages. They extend the view that is cached. `schema`: what the answer
+    is held to, where the engine can do that. Answer: (text, whether it came to its end), or None."""
 
     messages: Sequence[Message]
     max_tokens: int
-
-
-Question = Count | Summarise
+    schema: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,18 @@ class Reduction:
     tokens_before: int
     tokens_after: int
     text: str = ""
+    selective: bool = False
+    """The engine's log-probabilities chose what is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What is shown after the message `hash` of what left the system prompt, and all that left it. `text` may be
+    empty: then nothing of it is to be shown."""
+
+    hash: str
+    text: str
+    moved: tuple[Moved, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +103,7 @@ class Prepared:
     exact: bool
     reductions: tuple[Reduction, ...] = ()
     epoch: Epoch | None = None
+    note: Note | None = None
     marks: Marks = field(kw_only=True)
 
 
@@ -98,13 +117,21 @@ def prepare(
     policy: Policy,
     estimator: Estimator,
     force: bool = False,
-) -> Generator[Question, Any, Prepared]:
+    moved: Sequence[Moved] | None = None,
+    draft: Draft | None = None,
+) -> Generator[Count | Score, Any, Prepared]:
     """The view with `arrivals` in it. `force` compacts in any case: the engine refused what the estimate allowed.
-    Raises ContextOverflowError if it cannot be made to fit."""
+    `moved` is what hygiene took out of this request's system prompt; None where the request has none. `draft` is the
+    summary that was prepared for the next compaction (`summarise`). Raises ContextOverflowError if it cannot be made
+    to fit."""
     prior = view.for_tools(known_for)
     tools_tokens = estimator.json(tools)
-    items, reductions = admit(prior, arrivals, marks, estimator)
+    limits = marks if policy.reduce else marks.unlimited()
+    chosen = yield from _selected(prior, arrivals, limits, policy, estimator)
+    items, reductions = admit(prior, arrivals, limits, estimator, policy.plan, chosen)
+    items, note = _noted(prior, items, moved, estimator)
     view = prior.with_items(items)
+    view = view if note is None else replace(view, moved=note.moved)
     tokens, exact = view.estimate_tokens(tools_tokens), False
     doubt = int((view.unknown_tokens() if view.known_tokens else tokens) * _DOUBT)
     if force or tokens + doubt > marks.high:
@@ -114,11 +141,44 @@ def prepare(
             view = view.counted(counted, known_for)
         else:
             tokens += doubt
-    if not force and not _must_compact(view, tokens, marks):
+    if not policy.compact and (force or tokens > marks.hard):
+        raise _no_window(tokens, marks)
+    if not policy.compact or (not force and not _must_compact(view, tokens, marks)):
         if tokens > marks.hard:
             raise _overflow(tokens, marks)
-        return Prepared(view, tokens, exact, tuple(reductions), marks=marks)
-    return (yield from _compacted(prior, view, tokens, reductions, tools_tokens, known_for, marks, policy, estimator))
+        return Prepared(view, tokens, exact, tuple(reductions), note=note, marks=marks)
+    view, note = _noted_again(view, note, estimator)
+    draft = draft if draft is not None and fits(draft, prior) else None
+    prepared = yield from _compacted(draft, view, tokens, reductions, tools_tokens, known_for, marks, policy, estimator)
+    return replace(prepared, note=note)
+
+
+def _noted(
+    prior: View, items: list[Item], moved: Sequence[Moved] | None, estimator: Estimator
+) -> tuple[list[Item], Note | None]:
+    """New items, the newest with a note of what changed in the system prompt since the last one."""
+    holder = note_holder(items)
+    if moved is None or tuple(moved) == prior.moved or holder is None:
+        return items, None
+    text = note_of(moved, prior.moved)
+    return _with_note(items, holder, text, estimator), Note(items[holder].hash, text, tuple(moved))
+
+
+def _noted_again(view: View, note: Note | None, estimator: Estimator) -> tuple[View, Note | None]:
+    """Before a compaction: the newest item gets all that is to be noted, since the items that had it may leave."""
+    text, holder = note_of(view.moved), note_holder(view.items)
+    if not text or holder is None:
+        return view, note
+    items = _with_note(view.items, holder, text, estimator)
+    return replace(view, items=tuple(items)), Note(items[holder].hash, text, view.moved)
+
+
+def _with_note(items: Sequence[Item], holder: int, text: str, estimator: Estimator) -> list[Item]:
+    found = list(items)
+    more = estimator.text(text) if text else 0
+    less = estimator.text(found[holder].note) if found[holder].note else 0
+    found[holder] = replace(found[holder], note=text, tokens=found[holder].tokens + more - less)
+    return found
 
 
 def _must_compact(view: View, tokens: int, marks: Marks) -> bool:
@@ -128,7 +188,7 @@ def _must_compact(view: View, tokens: int, marks: Marks) -> bool:
 
 
 def _compacted(
-    prior: View,
+    draft: Draft | None,
     view: View,
     tokens: int,
     reductions: list[Reduction],
@@ -137,15 +197,22 @@ def _compacted(
     marks: Marks,
     policy: Policy,
     estimator: Estimator,
-) -> Generator[Question, Any, Prepared]:
+) -> Generator[Count, Any, Prepared]:
     """One compaction. The estimate is corrected by the engine's count; a second, stricter pass is the last."""
-    summary = yield from _ask_summary(prior, marks, policy, estimator, tools_tokens)
-    shorten = _shortener(view, estimator)
+    shorten = _shortener(view, marks, estimator, policy.plan)
     factor = view.estimate_tokens(tools_tokens) if not view.known_tokens else _estimated(view, tools_tokens)
     correction = min(1.0, factor / tokens) if tokens else 1.0
     for strictness in (1.0, 0.7):
         after = compact(
-            view, marks.scaled(correction * strictness), summary, policy.keep_rounds, estimator, tools_tokens, shorten
+            view,
+            marks.scaled(correction * strictness),
+            draft,
+            policy.keep_rounds,
+            estimator,
+            tools_tokens,
+            shorten,
+            policy.plan,
+            policy.keep,
         )
         counted = yield Count(after.render())
         length = counted if counted is not None else int(after.estimate_tokens(tools_tokens) / correction)
@@ -155,6 +222,8 @@ def _compacted(
         raise _overflow(length, marks)
     if counted is not None:
         after = after.counted(counted, known_for)
+    if policy.summary == "engine" and after.epoch.judged is None:
+        after = replace(after, epoch=replace(after.epoch, judged=Verdict("late", "none was ready")))
     reductions.append(Reduction(after.head, "compact", "high-water mark", tokens, length, after.epoch.block))
     return Prepared(after, length, counted is not None, tuple(reductions), after.epoch, marks=marks)
 
@@ -171,32 +240,110 @@ def _overflow(tokens: int, marks: Marks) -> ContextOverflowError:
     )
 
 
-def _ask_summary(
-    prior: View, marks: Marks, policy: Policy, estimator: Estimator, tools_tokens: int
-) -> Generator[Question, Any, str | None]:
-    """The engine's rolling summary, asked by appending to the view that it has cached. None if there is nothing to
-    summarise, no room to ask, no answer, or an answer that is too long to be a summary."""
-    if policy.summary != "engine" or not prior.known_tokens or len(prior.items) < 2:
+def _no_window(tokens: int, marks: Marks) -> ContextOverflowError:
+    return ContextOverflowError(
+        f"the conversation has {tokens} tokens, the budget of {marks.budget} leaves {marks.hard} for a prompt, and "
+        f"this policy condenses nothing",
+        hint="Begin a new session, give this one a larger budget, or use a policy that may condense.",
+    )
+
+
+def summary_due(view: View, tokens: int, marks: Marks, policy: Policy) -> bool:
+    """Whether the next compaction is near, after a turn that left `tokens` in the view: a few more rounds like the
+    newest would reach the high-water mark. What they bring stays verbatim at the compaction, so that a summary of all
+    before them, asked now, covers what will leave."""
+    if policy.summary != "engine" or len(view.items) < 2 or tokens > marks.budget:
+        return False
+    recent, rounds = 0, 0
+    for item in reversed(view.items):
+        recent += item.tokens
+        rounds += item.role == "assistant"
+        if rounds == policy.keep_rounds:
+            break
+    return tokens + recent >= marks.high or tokens >= marks.prepare
+
+
+def summarise(
+    view: View, marks: Marks, policy: Policy, estimator: Estimator, tools_tokens: int, *, structured: bool
+) -> Generator[Summarise, Any, Draft | None]:
+    """The engine's summary of a view, asked by appending to what it has cached. None if there is nothing to summarise,
+    no room to ask, or no answer. The newest answer is left out: it stays verbatim at the compaction, a client may
+    replace it by another, and where it is a call, no template wants a question between the call and its result."""
+    items = list(view.items)
+    while items and items[-1].role == "assistant":
+        items.pop()
+    if policy.summary != "engine" or len(items) < 2:
         return None
-    room = max(64, int(marks.block * 0.3))
-    instruction = {"role": "user", "content": SUMMARY_INSTRUCTION.format(words=room // 2)}
-    if prior.estimate_tokens(tools_tokens) + estimator.message(instruction) + room > marks.budget:
+    room = max(64, int(marks.block * SUMMARY_SHARE))
+    question: list[Message] = [
+        {"role": "assistant", "content": ACKNOWLEDGEMENT},  # many templates want roles to alternate
+        {"role": "user", "content": ask(room // 2, structured=structured)},
+    ]
+    cost = sum(estimator.message(message) for message in question)
+    if view.estimate_tokens(tools_tokens) + cost + room > marks.budget:
         return None
-    answer = yield Summarise([*prior.render(), instruction], room)
-    text = answer.strip() if answer else ""
-    return text if text and estimator.text(text) <= room * 2 else None
+    shown = replace(view, items=tuple(items)).render()
+    answer = yield Summarise([*shown, *question], room, SCHEMA if structured else None)
+    if answer is None:
+        return None
+    text, finished = answer
+    return Draft(view.epoch.through, items[-1].depth, items[-1].hash, text, finished)
+
+
+def fits(draft: Draft, view: View) -> bool:
+    """Whether a draft speaks of this view: no compaction since, and what it covers is still part of the history."""
+    return draft.epoch == view.epoch.through and any(item.hash == draft.at for item in view.items)
+
+
+def _selected(
+    view: View, arrivals: Sequence[Arrival], marks: Marks, policy: Policy, estimator: Estimator
+) -> Generator[Score, Any, dict[str, Selected]]:
+    """What the engine's log-probabilities choose of each new tool result that is long prose. Empty without the option,
+    and where they cannot be had."""
+    found: dict[str, Selected] = {}
+    if policy.selective is None:
+        return found
+    calls = _calls((*(i.message for i in view.items), *(a.message for a in arrivals)))
+    for arrival in arrivals:
+        text = text_of(arrival.message)
+        fit = arrival.message.get("role") == "tool" and class_of(arrival.message) != PLAN
+        if not fit or estimator.text(text) <= marks.tool_limit or not applies_to(text):
+            continue
+        item = Item(arrival.hash, arrival.depth, arrival.message, 0, 0)
+        hints = _hints(item, view, arrivals, calls)
+        selected = yield from select(
+            text,
+            question=hints.question,
+            mentions=hints.mentions,
+            ratio=policy.selective,
+            room_tokens=marks.tool_limit - _FOOTER_TOKENS,
+            estimator=estimator,
+        )
+        if selected is not None:
+            found[arrival.hash] = selected
+    return found
 
 
 def admit(
-    view: View, arrivals: Sequence[Arrival], marks: Marks, estimator: Estimator
+    view: View,
+    arrivals: Sequence[Arrival],
+    marks: Marks,
+    estimator: Estimator,
+    rules: PlanRules | None = None,
+    selected: Mapping[str, Selected] | None = None,
 ) -> tuple[list[Item], list[Reduction]]:
-    """Turns new messages into items, each reduced once if it is over its limit."""
+    """Turns new messages into items, each reduced once if it is over its limit. Its Plan stays word for word.
+    `selected`: what takes the place of the distillers' work."""
+    rules = PlanRules() if rules is None else rules
+    spoken = view.epoch.spoken or any(item.role == "user" for item in view.items)
     items: list[Item] = []
     reductions: list[Reduction] = []
     calls = _calls((*(i.message for i in view.items), *(a.message for a in arrivals)))
     seen = {name for item in (*view.pinned, *view.items) for name in item.images if name}
     for arrival in arrivals:
-        item, reduction = _admit(arrival, view, arrivals, calls, marks, estimator)
+        kept = (selected or {}).get(arrival.hash)
+        item, reduction = _admit(arrival, view, arrivals, calls, marks, estimator, rules, kept, first=not spoken)
+        spoken = spoken or item.role == "user"
         if item.images:
             item = view.epoch.recounted(item, seen, estimator)
         items.append(item)
@@ -212,42 +359,59 @@ def _admit(
     calls: Mapping[str, tuple[str, str]],
     marks: Marks,
     estimator: Estimator,
+    rules: PlanRules,
+    selected: Selected | None,
+    *,
+    first: bool,
 ) -> tuple[Item, Reduction | None]:
     before = estimator.message(arrival.message)
     item = Item(arrival.hash, arrival.depth, arrival.message, before, before, hashes(arrival.message))
     role = item.role
     limit = marks.tool_limit if role == "tool" else marks.text_limit
     text_tokens = estimator.text(item.text)
-    if role in {"system", "developer"} or text_tokens <= limit:
+    if role in {"system", "developer"} or text_tokens <= limit or class_of(arrival.message) == PLAN:
         return item, None
+    plan = plan_of(arrival.message, first=first, room=Room.of(marks.budget), rules=rules)
     hints = _hints(item, view, arrivals, calls)
-    text = _distilled(item, limit, hints, estimator)
+    given = Distillate("selective", selected.text, selected.note) if selected else None
+    text = _distilled(item, limit, hints, estimator, [text for _, text in plan], given)
     if text is None:
         return item, None
-    message = with_text(arrival.message, text)
-    after = estimator.message(message)
-    reduced = replace(item, message=message, tokens=after)
-    return reduced, Reduction(arrival.hash, "distil", f"{role} message over {limit} tokens", before, after, text)
+    reduced = item.shortened(text, estimator)
+    why = f"{role} message over {limit} tokens" + (f"; {selected.note}" if selected else "")
+    return reduced, Reduction(arrival.hash, "distil", why, before, reduced.tokens, text, selected is not None)
 
 
-def _distilled(item: Item, limit: int, hints: Hints, estimator: Estimator) -> str | None:
-    """The reduced text with its note, or None if it would not be shorter."""
+def _distilled(
+    item: Item,
+    limit: int,
+    hints: Hints,
+    estimator: Estimator,
+    plan: Sequence[str] = (),
+    given: Distillate | None = None,
+) -> str | None:
+    """The reduced text with its note, or None if it would not be shorter. `plan` stands in it word for word; `given`
+    takes the place of what the distillers would make."""
+    limit -= sum(estimator.text(text) + 1 for text in plan)
     footer = "\n[kvsteward: {kind}, {before} tokens reduced; {note}; whole text: {hash}]"
     room = limit - estimator.text(footer) - 16
-    result = distil(item.text, max(32, room), hints, estimator.text)
-    text = result.text + footer.format(
+    result = given or distil(item.text, max(32, room), hints, estimator.text)
+    missing = kept_words(result.text, plan)
+    text = "\n".join([result.text, *([_WORD_FOR_WORD, *missing] if missing else ())]) + footer.format(
         kind=result.kind, before=estimator.text(item.text), note=result.note, hash=item.hash[:HASH_CHARS]
     )
     return text if estimator.text(text) < estimator.text(item.text) else None
 
 
-def _shortener(view: View, estimator: Estimator) -> Any:
+def _shortener(view: View, marks: Marks, estimator: Estimator, rules: PlanRules) -> Any:
     calls = _calls(i.message for i in view.items)
+    opening = None if view.epoch.spoken else next((i.hash for i in view.items if i.role == "user"), None)
 
     def shorten(item: Item, tokens: int) -> str | None:
         if estimator.text(item.text) <= tokens:
             return None
-        return _distilled(item, tokens, _hints(item, view, (), calls), estimator)
+        plan = plan_of(item.said, first=item.hash == opening, room=Room.of(marks.budget), rules=rules)
+        return _distilled(item, tokens, _hints(item, view, (), calls), estimator, [text for _, text in plan])
 
     return shorten
 

@@ -39,6 +39,8 @@ class EngineInfo:
     modalities: frozenset[str] = field(default_factory=lambda: frozenset({"text"}))
     streams_only: bool = False
     """True where a request that is not streamed outlives its client, so that the gateway must always stream."""
+    prompt_logprobs: bool = False
+    """It can say how likely each token of a prompt is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,13 @@ class Engine(ABC):
     async def count_prompt_tokens(self, body: Mapping[str, Any]) -> int | None:
         """The exact prompt length of a chat body (messages, tools, template fields) as the engine will count it,
         or None where the engine cannot say. A round trip: not for every turn. Changes nothing."""
+
+    async def prompt_logprobs(
+        self, prompt: str, *, model: str, request_id: str
+    ) -> Sequence[tuple[str, float | None]] | None:
+        """The text of each token of a prompt and its log-probability given those before it (None for the first), or
+        None where the engine cannot say. A prefill of the whole prompt, which no cache shortens."""
+        return None
 
     @abstractmethod
     def open(self, request: EngineRequest) -> AbstractAsyncContextManager[EngineReply]:

@@ -43,6 +43,7 @@ class OpenAIEngine(Engine):
 
     dialect: ClassVar[str] = "openai"
     health_path: ClassVar[str] = "/v1/models"
+    gives_prompt_logprobs: ClassVar[bool] = False
 
     def __init__(self, options: HttpOptions, overrides: Overrides | None = None) -> None:
         url = options.url.rstrip("/").removesuffix("/v1")
@@ -50,7 +51,7 @@ class OpenAIEngine(Engine):
         self.name = self._client.url
         self._overrides = overrides or Overrides()
         self._in_flight = 0
-        self.info = EngineInfo(dialect=self.dialect, models=())
+        self.info = EngineInfo(dialect=self.dialect, models=(), prompt_logprobs=self.gives_prompt_logprobs)
 
     async def start(self) -> EngineInfo:
         """Reads what the engine is. Raises EngineUnavailableError if it cannot be reached or is still loading."""
@@ -112,6 +113,7 @@ class OpenAIEngine(Engine):
             dialect=self.dialect,
             models=tuple(str(card["id"]) for card in cards),
             context_limit_tokens=min(limits) if limits else None,
+            prompt_logprobs=self.gives_prompt_logprobs,
         )
 
     def _stamp(self, request: EngineRequest) -> Mapping[str, str]:

@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 from urllib.parse import quote
 
+import orjson
+
 from kvsteward.engines.base import EngineInfo, EngineLoad, EngineRequest, Held, Keep
 from kvsteward.engines.http import HttpOptions
 from kvsteward.engines.metrics import VLLM, parse_load, parse_vllm_cache_config
@@ -32,6 +34,7 @@ _TEMPLATE_FIELDS = (
 )
 
 
+_MAX_LOGPROB_BYTES = 16 * 2**20
 Hints = Literal["auto", "on", "off"]
 _SESSIONS = "/kvsteward/sessions"
 
@@ -44,6 +47,7 @@ class VllmEngine(OpenAIEngine):
 
     dialect: ClassVar[str] = "vllm"
     health_path: ClassVar[str] = "/health"
+    gives_prompt_logprobs: ClassVar[bool] = True
 
     def __init__(self, options: HttpOptions, overrides: Overrides | None = None, *, hints: Hints = "auto") -> None:
         super().__init__(options, overrides)
@@ -72,6 +76,22 @@ class VllmEngine(OpenAIEngine):
 
     async def count_prompt_tokens(self, body: Mapping[str, Any]) -> int | None:
         return await self._tokenized(body, _TEMPLATE_FIELDS)
+
+    async def prompt_logprobs(
+        self, prompt: str, *, model: str, request_id: str
+    ) -> Sequence[tuple[str, float | None]] | None:
+        """By the completions endpoint, which repeats the prompt with its log-probabilities and generates nothing."""
+        question = {"model": model or self.info.models[0], "prompt": prompt, "temperature": 0}
+        question |= {"echo": True, "logprobs": 0, "max_tokens": 0}
+        async with self.open(EngineRequest("/v1/completions", orjson.dumps(question), request_id)) as reply:
+            raw = b""
+            async for chunk in reply.chunks():
+                raw += chunk
+                if len(raw) > _MAX_LOGPROB_BYTES:
+                    return None
+            if reply.status != 200:
+                return None
+        return _pieces(raw)
 
     async def confirm_released(self, request_id: str, *, within_s: float) -> bool:
         """True once vLLM works on no more requests than we have open. If others use it too, that may never be."""
@@ -129,3 +149,14 @@ class VllmEngine(OpenAIEngine):
         if request.session_id is not None:
             stamped["x-session-id"] = request.session_id
         return stamped
+
+
+def _pieces(raw: bytes) -> Sequence[tuple[str, float | None]] | None:
+    """The tokens of an echoed prompt; None if the answer has another shape."""
+    try:
+        told = orjson.loads(raw)["choices"][0]["logprobs"]
+        found = list(zip(told["tokens"], told["token_logprobs"], strict=True))
+    except (orjson.JSONDecodeError, LookupError, TypeError, ValueError):
+        return None
+    fits = all(isinstance(t, str) and (p is None or isinstance(p, int | float)) for t, p in found)
+    return found if found and fits else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from kvsteward.context.layout import Item
+from kvsteward.context.layout import Item, View
 from kvsteward.context.pipeline import Prepared
 from kvsteward.engines.base import EngineReply
 from kvsteward.errors import EngineError, StoreError
@@ -40,6 +40,8 @@ class AnswerLog:
         self.resolved, self.prepared = resolved, prepared
         self.view_usage: Usage | None = None
         """What the view and its answer take, where the engine was given more than the view."""
+        self.view_after: View | None = None
+        """With the answer in it, counted by the engine."""
         self._drafted_s = steward.now()
         self._writing: asyncio.Task[None] | None = None
         self.reader = AnswerReader()
@@ -105,10 +107,22 @@ class AnswerLog:
             tokens=tokens,
             turn_id=self._turn.id,
             view=view,
+            again_tokens=again_tokens(self.resolved, self.prepared, usage) if self.prepared.epoch else None,
         )
         self._turn.open_in = None
         if usage and spent:
             self._steward.count_answer(self._turn, self.resolved, self.prepared, usage, spent)
+            self.view_after = view
+
+
+def again_tokens(resolved: Resolved, prepared: Prepared, usage: Usage | None) -> int:
+    """What a compaction cost: prompt tokens that no cache held, without those that came with this turn. By the estimate
+    for the turn's own messages; an engine that does not tell what was cached makes it the whole prompt."""
+    if usage is None:
+        return 0
+    arrived = {a.hash for a in resolved.arrivals}
+    fresh = sum(i.tokens for i in (*prepared.view.pinned, *prepared.view.items) if i.hash in arrived)
+    return max(0, usage.new_tokens - fresh)
 
 
 def called(message: Mapping[str, Any]) -> tuple[str, ...]:

@@ -159,6 +159,7 @@ async def _memory(steward: Steward, request: Request, tenant: Tenant) -> Respons
             "v_dtype": info.v_dtype,
             "budget_tokens": steward.budget_tokens(tenant),
             "resident_tokens": resident,
+            "cache_miss_ratio": round(max(station.misses.ratio for station in fleet.stations), 4),
             "running": fleet.running(),
             "waiting": fleet.waiting(),
             "engine": asdict(load),
@@ -207,6 +208,8 @@ def described(steward: Steward, session: Session, tenant: Tenant) -> dict[str, A
         "tokens_in_view": session.view_tokens,
         "tokens_in_log": session.log_tokens,
         "tokens_saved": session.saved_tokens,
+        "compactions": session.compactions,
+        "tokens_prefilled_again": session.again_tokens,
         "engine": station.name if station and operates(tenant, steward.settings) else None,
         "engine_blocks": blocks,
         "engine_tokens": tokens,
@@ -287,9 +290,8 @@ async def _delete(steward: Steward, request: Request, tenant: Tenant) -> Respons
 
 
 async def _log(steward: Steward, request: Request, tenant: Tenant) -> Response:
-    """The path to the head, whole; with `?q=TEXT` the entries of all branches that hold a text, or else
-    its words, best first; with `?head=HASH`
-    another branch."""
+    """The path to the head, whole; with `?q=TEXT` the entries of all branches that hold a text, or else its words, best
+    first; with `?head=HASH` another branch. `notes` has what left the system prompt because it changes."""
     session = await found(steward, request, tenant)
     store = steward.desk.store
     needle = request.query_params.get("q")
@@ -299,7 +301,10 @@ async def _log(steward: Steward, request: Request, tenant: Tenant) -> Response:
         entries = await steward.desk.call(store.lookup, session.id, needle, limit=limit)
     else:
         entries = await steward.desk.call(store.path, session.id, request.query_params.get("head"))
-    return json({"object": "list", "session": public_id(session), "data": [_entry(entry) for entry in entries]})
+    decisions = await steward.desk.call(store.decisions, session.id)
+    notes = [orjson.Fragment(d.payload) for d in decisions if d.kind == "note"]
+    body = {"object": "list", "session": public_id(session), "data": [_entry(entry) for entry in entries]}
+    return json({**body, "notes": notes})
 
 
 async def _view(steward: Steward, request: Request, tenant: Tenant) -> Response:
@@ -317,6 +322,7 @@ async def _view(steward: Steward, request: Request, tenant: Tenant) -> Response:
             "exact": bool(shown.view.known_tokens),
             "log_tokens": shown.log_tokens,
             "dropped_messages": shown.view.epoch.dropped,
+            "summary": shown.view.epoch.judged,
             "decisions": [
                 {"at": d.at, "kind": d.kind, "created_s": d.created_s, "payload": orjson.Fragment(d.payload)}
                 for d in decisions

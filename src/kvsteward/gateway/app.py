@@ -21,6 +21,7 @@ from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvsteward.context.marks import Policy
 from kvsteward.context.pipeline import Prepared
 from kvsteward.engines.base import Engine, EngineInfo, Keep
 from kvsteward.errors import (
@@ -32,11 +33,13 @@ from kvsteward.errors import (
     StoreError,
 )
 from kvsteward.gateway import api, turn
+from kvsteward.gateway.answer import again_tokens
 from kvsteward.gateway.auth import tenant_of
 from kvsteward.gateway.desk import Desk, Resolved
 from kvsteward.gateway.fleet import Fleet, Station
 from kvsteward.gateway.relay import ClientGone, Exchange
-from kvsteward.gateway.settings import Settings, Tenant
+from kvsteward.gateway.scribe import Scribe
+from kvsteward.gateway.settings import Settings, Tenant, check_selective
 from kvsteward.gateway.telemetry import Telemetry
 from kvsteward.gateway.upstream import PATH
 from kvsteward.sessions.base import Session, SessionStore
@@ -67,6 +70,7 @@ class Steward:
         self.telemetry = Telemetry()
         self.desk = Desk(store, settings, self.wall)
         self.fleet = Fleet(engines, settings.limits, self.now)
+        self.scribe = Scribe(self)
         self.samples: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
         self.recent_ttft_s: deque[float] = deque(maxlen=200)
         self.prompt_tokens_total = 0
@@ -85,8 +89,9 @@ class Steward:
 
     async def start(self) -> None:
         """Reaches the engines, ends what a crash left open, and starts the housekeeping. Raises EngineError if not one
-        engine can be reached."""
+        engine can be reached, ConfigError for an option that an engine cannot honour."""
         await self._reach()
+        check_selective(self.settings, [station.info for station in self.fleet.stations if station.up])
         recovered = await self.desk.call(self.desk.store.recover, now=self.wall())
         if recovered:
             log.warning("recovered %d answers that a crash had interrupted", recovered)
@@ -99,6 +104,7 @@ class Steward:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.scribe.close()
         for station in self.fleet.stations:
             await station.engine.close()
         await self.desk.close()
@@ -157,6 +163,10 @@ class Steward:
         limits = (tenant.budget_tokens, self.settings.budget_tokens, *(info.context_limit_tokens for info in infos))
         return min((limit for limit in limits if limit), default=DEFAULT_BUDGET_TOKENS)
 
+    def policy(self, tenant: Tenant) -> Policy:
+        """The tenant's, else the deployment's."""
+        return tenant.policy or self.settings.policy
+
     def must_cap_output(self, request: ChatRequest, prepared: Prepared, info: EngineInfo) -> bool:
         """True where an answer of the length that the engine would allow could pass the session's budget."""
         asked = request.max_output_tokens
@@ -184,8 +194,13 @@ class Steward:
     def count_prepared(self, prepared: Prepared, seconds: float) -> None:
         self.telemetry.prepare_time.observe(seconds)
         self.telemetry.reductions.inc(sum(r.kind == "distil" for r in prepared.reductions))
+        self.telemetry.selective_saved.inc(
+            sum(r.tokens_before - r.tokens_after for r in prepared.reductions if r.selective)
+        )
         if prepared.epoch is not None:
             self.telemetry.compactions.inc()
+            if prepared.epoch.judged is not None:
+                self.telemetry.summaries.labels(prepared.epoch.judged.outcome).inc()
 
     def count_answer(self, done: turn.Turn, resolved: Resolved, prepared: Prepared, usage: Usage, spent: Usage) -> None:
         """`usage` is what the view and its answer take; `spent` what was computed for it in all rounds."""
@@ -197,8 +212,13 @@ class Steward:
         self.cached_tokens_total += spent.cached_tokens
         t.session_tokens.observe(usage.resident_tokens)
         t.saved_tokens.inc(turn.saved_tokens(resolved, prepared))
+        if prepared.epoch is not None:
+            t.again_tokens.inc(again_tokens(resolved, prepared, usage))
         if done.first_token_s is not None:
             self.recent_ttft_s.append(done.first_token_s - done.started_s)
+        before = resolved.view
+        if prepared.epoch is None and before.known_tokens and before.known_for == prepared.view.known_for:
+            done.at.misses.observe(before.known_tokens, usage.cached_tokens)
         done.at.residency.touch(resolved.session.id, usage.resident_tokens)
         estimator = self.desk.estimator
         # Estimated anew: the items' own figures stem from earlier rates, and comparing with them would never settle.
@@ -260,6 +280,7 @@ class Steward:
     async def give_back(self, session: Session) -> None:
         """Frees what a session has in the KV pool, where the engine can."""
         self.desk.forget(session.id)
+        self.scribe.forget(session.id)
         station = self.fleet.station_of(session.id, session.engine)
         self.fleet.forget(session.id)
         if station is not None:

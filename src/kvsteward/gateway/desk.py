@@ -21,9 +21,10 @@ from weakref import WeakValueDictionary
 import msgspec
 import orjson
 
+from kvsteward.context.hygiene import canonical_tools
 from kvsteward.context.images import hashes
-from kvsteward.context.layout import Item, View, derive
-from kvsteward.context.pipeline import Arrival, Prepared, Reduction, decode_epoch, encode_epoch
+from kvsteward.context.layout import Item, View, derive, with_note
+from kvsteward.context.pipeline import Arrival, Note, Prepared, Reduction, decode_epoch, encode_epoch
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import NotFoundError, StateError
 from kvsteward.gateway.ids import Ids
@@ -54,6 +55,14 @@ class Resolved:
     @property
     def head(self) -> str:
         return self.arrivals[-1].hash if self.arrivals else self.node
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The client's tools: as they were sent, and as the engine is shown them."""
+
+    sent: Any = None
+    shown: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +263,7 @@ class Desk:
 
     # -- writing the log ----------------------------------------------------------------------------------------
 
-    async def log_arrivals(self, resolved: Resolved, prepared: Prepared | None, tools: Any) -> Session:
+    async def log_arrivals(self, resolved: Resolved, prepared: Prepared | None, tools: Tools | None = None) -> Session:
         """Writes what the client sent, and what the pipeline decided about it. `prepared` None: the turn was refused;
         what was said is kept all the same."""
         now = self._now()
@@ -335,8 +344,10 @@ class Desk:
         tokens: int,
         turn_id: str,
         view: View,
+        again_tokens: int | None = None,
     ) -> None:
-        """Writes what the engine said. `view` is the view with the answer in it."""
+        """Writes what the engine said. `view` is the view with the answer in it; `again_tokens` what the engine had to
+        prefill again, if this turn compacted."""
         entry = Entry(
             hash=view.head,
             parent=parent,
@@ -351,9 +362,11 @@ class Desk:
         before = self._views.get((session_id, parent))
         log_tokens = (before.log_tokens if before else 0) + tokens
         self.remember(session_id, entry.hash, Shown(view, log_tokens))
-        await self.call(self._append_answer, session_id, entry, turn_id, view, log_tokens)
+        await self.call(self._append_answer, session_id, entry, turn_id, view, log_tokens, again_tokens)
 
-    def _append_answer(self, session_id: str, entry: Entry, turn_id: str, view: View, log_tokens: int) -> None:
+    def _append_answer(
+        self, session_id: str, entry: Entry, turn_id: str, view: View, log_tokens: int, again_tokens: int | None
+    ) -> None:
         session = self.store.get(session_id)
         if session is None:  # deleted while the engine was speaking: what was deleted stays deleted
             self._count_out(session_id)
@@ -368,6 +381,8 @@ class Desk:
             log_tokens=log_tokens if moved else session.log_tokens,
             view_tokens=view.estimate_tokens(0) if moved else session.view_tokens,
             saved_tokens=max(0, log_tokens - view.message_tokens) if moved else session.saved_tokens,
+            compactions=session.compactions + (again_tokens is not None),
+            again_tokens=session.again_tokens + (again_tokens or 0),
         )
         self.store.append(session, [entry], end_draft=turn_id)
         self._count_out(session_id)
@@ -419,26 +434,44 @@ def rebuild(path: Sequence[Entry], decisions: Sequence[Decision], estimator: Est
     """The view of a path from the log alone. Pure."""
     reduced = {d.at: msgspec.json.decode(d.payload, type=Reduction).text for d in decisions if d.kind == "distil"}
     epochs = [(d.at, decode_epoch(d.payload)) for d in decisions if d.kind == "compact"]
+    on_path = {entry.hash for entry in path}
+    noted = [msgspec.json.decode(d.payload, type=Note) for d in decisions if d.kind == "note" and d.at in on_path]
+    tools = [orjson.loads(d.payload) for d in decisions if d.kind == "tools" and d.at in on_path]
     items = []
     for entry in path:
         message = orjson.loads(entry.raw)
         items.append(Item(entry.hash, entry.depth, message, entry.tokens, entry.tokens, hashes(message)))
-    view = derive(items, epochs, reduced)
+    view = derive(items, epochs, reduced, {note.hash: note.text for note in noted})
+    view = replace(
+        view,
+        moved=noted[-1].moved if noted else (),
+        tools=canonical_tools(_tools_shown(tools[-1])) if tools else None,
+    )
     changed = {**reduced, **view.epoch.overrides}
     shown = tuple(
-        replace(i, tokens=estimator.message(i.message)) if i.hash in changed or i.images else i for i in view.items
+        replace(i, tokens=estimator.message(with_note(i.message, i.note)))
+        if i.hash in changed or i.images or i.note
+        else i
+        for i in view.items
     )
     return Shown(replace(view, items=shown), sum(entry.tokens for entry in path))
 
 
-def _decisions(resolved: Resolved, prepared: Prepared | None, tools: Any, now: float) -> list[Decision]:
+def _tools_shown(payload: Any) -> Any:
+    """Of a "tools" decision: the tools as the engine was shown them. (Older logs have the tools alone.)"""
+    return payload["shown"] if isinstance(payload, dict) else payload
+
+
+def _decisions(resolved: Resolved, prepared: Prepared | None, tools: Tools | None, now: float) -> list[Decision]:
     found: list[Decision] = []
     for reduction in prepared.reductions if prepared else ():
         if reduction.kind == "distil":
             found.append(Decision(reduction.hash, "distil", orjson.dumps(reduction), now))
     if prepared and prepared.epoch:
         found.append(Decision(resolved.head, "compact", encode_epoch(prepared.epoch), now))
-    if tools and not resolved.view.known_for.startswith(tools_key(tools)):
+    if prepared and prepared.note:
+        found.append(Decision(prepared.note.hash, "note", orjson.dumps(prepared.note), now))
+    if tools and tools.shown and tools.shown != resolved.view.tools:
         found.append(Decision(resolved.head, "tools", orjson.dumps(tools), now))
     return found
 

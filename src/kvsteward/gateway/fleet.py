@@ -19,6 +19,7 @@ from kvsteward.engines.base import Engine, EngineInfo, EngineLoad, Held
 from kvsteward.errors import ConfigError, EngineUnavailableError, NotFoundError, OverloadedError
 from kvsteward.gateway.gate import Gate
 from kvsteward.policy.admission import Limits
+from kvsteward.policy.misses import Misses
 from kvsteward.policy.residency import Residency
 from kvsteward.policy.routing import Nowhere, Place, route
 
@@ -36,6 +37,7 @@ class Station:
         self.name = engine.name
         self.gate = Gate(None, None, limits, now)
         self.residency = Residency()
+        self.misses = Misses()
         self.load = EngineLoad()
         self.held: Held | None = None
         """What sessions have in it by its own account, where it gives one."""

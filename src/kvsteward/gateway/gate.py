@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvsteward.errors import ContextOverflowError, EngineError, OverloadedError
 from kvsteward.policy.admission import Admit, Demand, Limits, Pool, Refuse, decide
@@ -37,6 +38,7 @@ class Gate:
         self._limits = limits
         self._now = now
         self._queue: list[_Waiter] = []
+        self._spare: set[asyncio.Task[Any]] = set()
 
     @property
     def pool(self) -> Pool:
@@ -64,6 +66,22 @@ class Gate:
         finally:
             self._release(demand)
 
+    @asynccontextmanager
+    async def spare(self, demand: Demand) -> AsyncIterator[bool]:
+        """Room for work of the lowest rank, held while the block lasts; False at once where a turn waits or there is
+        none. The task that asks is cancelled when a turn would have to wait."""
+        task = asyncio.current_task()
+        if task is None or self._queue or not isinstance(decide(demand, self.pool, self._limits), Admit):
+            yield False
+            return
+        self._reserve(demand)
+        self._spare.add(task)
+        try:
+            yield True
+        finally:
+            self._spare.discard(task)
+            self._release(demand)
+
     async def _enter(self, demand: Demand) -> float:
         start = self._now()
         behind_others = bool(self._queue)
@@ -75,6 +93,8 @@ class Gate:
             raise _refused(decision)
         waiter = _Waiter(demand, start)
         self._queue.append(waiter)
+        for task in self._spare:
+            task.cancel()
         try:
             async with asyncio.timeout(self._limits.max_wait_s):
                 await waiter.turn

@@ -14,13 +14,14 @@ from typing import cast, get_args
 import uvicorn
 
 from kvsteward.context.marks import Policy
+from kvsteward.context.policies import load_policy, with_options
 from kvsteward.engines.base import Engine
 from kvsteward.engines.registry import EngineSpec, Kind, create_engine, resolve
 from kvsteward.engines.vllm import Hints
 from kvsteward.errors import ConfigError, EngineUnavailableError
 from kvsteward.gateway.app import create_app
 from kvsteward.gateway.cork import CorkedProtocol
-from kvsteward.gateway.settings import Mode, Settings, load_tenants
+from kvsteward.gateway.settings import Mode, Settings, check_selective, load_tenants
 from kvsteward.sessions import open_store
 
 log = logging.getLogger("kvsteward")
@@ -45,11 +46,14 @@ class ServeOptions:
     mode: str
     ttl_s: float
     log_days: float
-    high_water: float
-    low_water: float
-    keep_rounds: int
+    policy: str | None
+    high_water: float | None
+    low_water: float | None
+    memory_price: float | None
+    keep_rounds: int | None
     tool_limit: int | None
-    summary: str
+    summary: str | None
+    selective: float | None
     max_body_mib: int
     recall: bool
     tenants: Path | None
@@ -61,12 +65,15 @@ def settings_of(options: ServeOptions) -> Settings:
     return Settings(
         mode=cast("Mode", options.mode),
         budget_tokens=options.budget,
-        policy=Policy(
+        policy=with_options(
+            load_policy(options.policy) if options.policy else Policy(),
             high_water_ratio=options.high_water,
             low_water_ratio=options.low_water,
+            memory_price=options.memory_price,
             keep_rounds=options.keep_rounds,
             tool_limit_tokens=options.tool_limit,
             summary=options.summary,
+            selective=options.selective,
         ),
         recall=options.recall,
         ttl_s=options.ttl_s,
@@ -156,6 +163,7 @@ def run(options: ServeOptions) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings, specs, store = settings_of(options), engine_specs(options), open_store(options.store)
     engines = asyncio.run(reached(specs))
+    check_selective(settings, [engine.info for engine in engines])
     listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -5,7 +5,7 @@ The command line fills these values; `from_env` and a YAML file for tenants are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,8 @@ from typing import Any, Literal
 import yaml
 
 from kvsteward.context.marks import Policy
+from kvsteward.context.policies import load_policy
+from kvsteward.engines.base import EngineInfo
 from kvsteward.errors import ConfigError
 from kvsteward.policy.admission import Limits
 from kvsteward.policy.retention import WEIGHTS
@@ -29,6 +31,8 @@ class Tenant:
     mode: Mode = "managed"
     ttl_s: float | None = None
     budget_tokens: int | None = None
+    policy: Policy | None = None
+    """None: the deployment's."""
     priority: str = "default"
     """How much its time counts where idle KV must go: "interactive", "default" or "batch"."""
     admin: bool = False
@@ -50,7 +54,11 @@ class Settings:
     ttl_s: float = 1_800.0
     log_retention_s: float = 30 * 86_400.0
     max_body_bytes: int = 64 * 2**20
-    summary_timeout_s: float = 30.0
+    summary_timeout_s: float = 60.0
+    selective_timeout_s: float = 10.0
+    """How long a turn waits for the log-probabilities of one window of a text."""
+    summaries_at_once: int = 2
+    """How many sessions' summaries may be written at the same time, in the background."""
     sweep_every_s: float = 15.0
     draft_every_s: float = 0.25
     release_within_s: float = 2.0
@@ -66,17 +74,31 @@ class Settings:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
         if not 1 <= self.recall_rounds <= 16:
             raise ConfigError(f"recall_rounds must be between 1 and 16, not {self.recall_rounds}")
+        if not 1 <= self.summaries_at_once <= 64:
+            raise ConfigError(f"summaries_at_once must be between 1 and 64, not {self.summaries_at_once}")
         if self.budget_tokens is not None and self.budget_tokens < 512:
             raise ConfigError(
                 f"a budget of {self.budget_tokens} tokens is too small to hold a conversation; use 512 or more"
             )
 
 
+def check_selective(settings: Settings, engines: Sequence[EngineInfo]) -> None:
+    """Raises ConfigError where selective context is asked for and an engine gives no log-probabilities of a prompt."""
+    policies = [settings.policy, *(tenant.policy for tenant in settings.keys.values() if tenant.policy)]
+    deaf = next((engine.dialect for engine in engines if not engine.prompt_logprobs), None)
+    if deaf is not None and any(policy.selective is not None for policy in policies):
+        raise ConfigError(
+            f"--selective needs the log-probabilities of a prompt, and a {deaf} engine does not give them",
+            hint="vLLM gives them. Without the option, long prose is reduced by the distillers, and nobody is asked.",
+            param="selective",
+        )
+
+
 def load_tenants(path: Path) -> dict[str, Tenant]:
     """API keys from a YAML file:
 
         tenants:
-          support: {api_key: sk-1, mode: managed, ttl_s: 600, budget_tokens: 8192, class: interactive}
+          support: {api_key: sk-1, mode: managed, ttl_s: 600, budget_tokens: 8192, class: interactive, policy: support}
           operators: {api_key: sk-2, admin: true}
 
     Raises ConfigError that names the tenant and the field."""
@@ -99,7 +121,7 @@ def load_tenants(path: Path) -> dict[str, Tenant]:
 def _tenant(name: str, values: Any, path: Path) -> tuple[str, Tenant]:
     if not isinstance(values, dict) or not isinstance(values.get("api_key"), str):
         raise ConfigError(f"{path}: tenant {name!r} needs an api_key")
-    unknown = set(values) - {"api_key", "mode", "ttl_s", "budget_tokens", "class", "admin"}
+    unknown = set(values) - {"api_key", "mode", "ttl_s", "budget_tokens", "policy", "class", "admin"}
     if unknown:
         raise ConfigError(f"{path}: tenant {name!r} has unknown settings: {', '.join(sorted(unknown))}")
     mode = values.get("mode", "managed")
@@ -110,5 +132,12 @@ def _tenant(name: str, values: Any, path: Path) -> tuple[str, Tenant]:
         raise ConfigError(f"{path}: tenant {name!r}: class must be one of {', '.join(WEIGHTS)}")
     if not isinstance(admin, bool):
         raise ConfigError(f"{path}: tenant {name!r}: admin must be true or false")
-    tenant = Tenant(name, mode, values.get("ttl_s"), values.get("budget_tokens"), priority, admin)
-    return values["api_key"], tenant
+    named = values.get("policy")
+    if named is not None and not isinstance(named, str):
+        raise ConfigError(f"{path}: tenant {name!r}: policy must name a preset or a file")
+    try:
+        policy = load_policy(named, path.parent) if named else None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: tenant {name!r}: {error.message}", hint=error.hint) from None
+    ttl_s, budget_tokens = values.get("ttl_s"), values.get("budget_tokens")
+    return values["api_key"], Tenant(name, mode, ttl_s, budget_tokens, policy, priority, admin)

@@ -31,7 +31,28 @@ class Telemetry:
             "kvsteward:saved_tokens", "Prompt tokens that were in the log but not sent", registry=r
         )
         self.compactions = Counter("kvsteward:compactions", "Compactions", registry=r)
+        self.again_tokens = Counter(
+            "kvsteward:compaction_prefill_tokens",
+            "Prompt tokens prefilled again because a compaction changed what stands before them",
+            registry=r,
+        )
+        self.summaries = Counter(
+            "kvsteward:summaries",
+            "Summaries by the engine: prepared, failed, skipped, given_up; and at a compaction used, repaired, "
+            "replaced, late",
+            ["outcome"],
+            registry=r,
+        )
         self.reductions = Counter("kvsteward:reductions", "Messages reduced on entry", registry=r)
+        self.selective_saved = Counter(
+            "kvsteward:selective_saved_tokens", "Tokens that selective context left out", registry=r
+        )
+        self.selective_time = Histogram(
+            "kvsteward:selective_seconds",
+            "Time that a turn waited for log-probabilities of a text's window",
+            buckets=_SECONDS,
+            registry=r,
+        )
         self.recalls = Counter("kvsteward:recalls", "Calls of the recall tool that were answered", registry=r)
         self.exact_counts = Counter("kvsteward:exact_counts", "Prompts that the engine was asked to count", registry=r)
         self.ttft = Histogram("kvsteward:ttft_seconds", "Time to the first token", buckets=_SECONDS, registry=r)

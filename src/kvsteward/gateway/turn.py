@@ -12,24 +12,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvsteward.context.marks import Marks
-from kvsteward.context.pipeline import Count, Prepared, Question, Summarise, prepare
+from kvsteward.context.hygiene import Moved, clean, same_tools
+from kvsteward.context.layout import View
+from kvsteward.context.marks import Marks, load_of
+from kvsteward.context.pipeline import Count, Prepared, prepare
 from kvsteward.context.recall import with_room
+from kvsteward.context.selective import Pieces, Score
 from kvsteward.engines.base import EngineRequest, Keep
 from kvsteward.errors import (
     ContextOverflowError,
     EngineError,
     EngineUnavailableError,
-    KVStewardError,
+    OverloadedError,
     StateError,
     UnsupportedError,
 )
 from kvsteward.gateway import recall
 from kvsteward.gateway.answer import AnswerLog, streamed, whole
-from kvsteward.gateway.desk import Resolved, public_id, tools_key
+from kvsteward.gateway.desk import Resolved, Tools, public_id, tools_key
 from kvsteward.gateway.fleet import Station
 from kvsteward.gateway.relay import EVENTS, JSON, ClientGone, Exchange
 from kvsteward.gateway.rounds import recalled
@@ -38,10 +41,8 @@ from kvsteward.gateway.upstream import MAX_ERROR_BYTES, PATH, check_accepted, co
 from kvsteward.policy.admission import Demand
 from kvsteward.policy.retention import WEIGHTS
 from kvsteward.sessions.base import Session
-from kvsteward.wire.answer import AnswerReader
-from kvsteward.wire.chat import ChatRequest, encode, has_images, parse_chat
+from kvsteward.wire.chat import PINNED_ROLES, ChatRequest, encode, has_images, parse_chat, with_tools
 from kvsteward.wire.identity import identify
-from kvsteward.wire.sse import EventSplitter
 
 if TYPE_CHECKING:
     from kvsteward.gateway.app import Steward
@@ -77,6 +78,11 @@ class Turn:
     first_token_s: float | None = None
     recall: bool = False
     """Our tool is offered beside the client's."""
+    moved: tuple[Moved, ...] | None = None
+    """What left the system prompt because it changes; None where the request has no system prompt."""
+    tools_sent: Any = None
+    tools: Any = None
+    """The client's tools as they came, and as the engine is shown them."""
     keep: Keep | None = None
     """What an engine that takes hints is told of the session."""
 
@@ -139,14 +145,27 @@ def check_modalities(turn: Turn) -> None:
 
 async def managed(steward: Steward, exchange: Exchange, turn: Turn) -> None:
     """A turn inside its session's budget."""
+    tidied(steward, turn)
     identity = identify(exchange.headers, turn.request.body)
     resolved = await steward.desk.resolve(turn.request, identity, turn.tenant)
     await run(steward, exchange, turn, resolved)
 
 
+def tidied(steward: Steward, turn: Turn) -> None:
+    """Takes what changes from turn to turn out of the front of the prompt, before the history is hashed."""
+    request = turn.request
+    cleaned = clean(request.messages, request.tools, steward.policy(turn.tenant).hygiene)
+    if request.messages[0]["role"] in PINNED_ROLES:
+        turn.moved = cleaned.moved
+    turn.tools_sent = request.tools
+    turn.request = with_tools(replace(request, messages=cleaned.messages), cleaned.tools)
+
+
 async def run(steward: Steward, exchange: Exchange, turn: Turn, resolved: Resolved) -> None:
     """A turn whose session is known. An engine that finds the prompt too long after all gets one that is condensed;
     one that is not there, or takes no more turns, is passed over for another."""
+    turn.tools = same_tools(resolved.view.tools, turn.request.tools)
+    turn.request = with_tools(turn.request, turn.tools)
     if recall.wanted(steward, exchange.headers, turn.request):
         turn.recall, turn.request = True, recall.offered(turn.request)
     force, tried = False, set[str]()
@@ -195,42 +214,47 @@ async def tried_once(steward: Steward, exchange: Exchange, turn: Turn, resolved:
 
 async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, force: bool = False) -> Prepared:
     """The view of this turn, with everything that the client said in the log."""
-    desk, tools = steward.desk, turn.request.tools
+    desk, tools, policy = steward.desk, turn.request.tools, steward.policy(turn.tenant)
+    recorded = Tools(turn.tools_sent if turn.tools_sent is not None else turn.tools, turn.tools)
     started = steward.now()
+    draft = await steward.scribe.before_turn(resolved.session.id, turn.at)
     try:
         prepared = await ask(
             steward,
             turn,
-            resolved,
             prepare(
                 resolved.view,
                 resolved.arrivals,
                 tools=tools,
                 known_for=tools_key(tools) + turn.request.model,
-                marks=marks_of(steward, turn),
-                policy=steward.settings.policy,
+                marks=marks_of(steward, turn, resolved.view),
+                policy=policy,
                 estimator=desk.estimator,
                 force=force,
+                moved=turn.moved,
+                draft=draft,
             ),
         )
     except BaseException:
-        await asyncio.shield(desk.log_arrivals(resolved, None, tools))
+        await asyncio.shield(desk.log_arrivals(resolved, None, recorded))
         raise
-    await desk.log_arrivals(resolved, prepared, tools)
+    prepared = replace(prepared, view=replace(prepared.view, tools=turn.tools))
+    await desk.log_arrivals(resolved, prepared, recorded)
     turn.open_in = resolved.session.id
+    if prepared.epoch is not None:
+        steward.scribe.after_compaction(resolved.session.id)
     steward.count_prepared(prepared, steward.now() - started)
     return prepared
 
 
-def marks_of(steward: Steward, turn: Turn) -> Marks:
+def marks_of(steward: Steward, turn: Turn, view: View) -> Marks:
     budget = steward.budget_tokens(turn.tenant, turn.at.info)
-    marks = steward.settings.policy.marks(budget, turn.request.max_output_tokens)
+    load = load_of(view, steward.desk.estimator.json(turn.request.tools), turn.at.misses.ratio)
+    marks = steward.policy(turn.tenant).marks(budget, turn.request.max_output_tokens, load)
     return with_room(marks) if turn.recall else marks
 
 
-async def ask(
-    steward: Steward, turn: Turn, resolved: Resolved, questions: Generator[Question, Any, Prepared]
-) -> Prepared:
+async def ask(steward: Steward, turn: Turn, questions: Generator[Count | Score, Any, Prepared]) -> Prepared:
     """Drives the pipeline: what it asks, the engine answers."""
     answer: Any = None
     while True:
@@ -243,7 +267,7 @@ async def ask(
             steward.telemetry.exact_counts.inc()
             answer = await count(turn, question)
         else:
-            answer = await summary(steward, turn, resolved, question)
+            answer = await score(steward, turn, question)
 
 
 async def count(turn: Turn, question: Count) -> int | None:
@@ -254,48 +278,20 @@ async def count(turn: Turn, question: Count) -> int | None:
         return None
 
 
-async def summary(steward: Steward, turn: Turn, resolved: Resolved, question: Summarise) -> str | None:
-    """The engine's rolling summary. None if it fails or takes too long: the pipeline then extracts one itself."""
-    base = ChatRequest(_summary_body(turn.request), (), turn.request.model, True, True)
-    body = encode(
-        base, messages=for_engine(turn.at.info, question.messages), stream=True, max_tokens=question.max_tokens
-    )
-    session_id = resolved.session.id
-    demand = Demand(resolved.view.known_tokens + 64, question.max_tokens, returning=True)
-    reader, splitter = AnswerReader(), EventSplitter()
+async def score(steward: Steward, turn: Turn, question: Score) -> Pieces | None:
+    """How likely the engine finds each token, or None if it cannot be asked now: then the distillers choose."""
+    prompt = question.before + question.text
+    demand = Demand(steward.desk.estimator.text(prompt), 1)
+    started = steward.now()
     try:
-        async with (
-            asyncio.timeout(steward.settings.summary_timeout_s),
-            turn.at.gate.admitted(demand),
-            turn.at.engine.open(EngineRequest(PATH, body, f"{turn.id}-summary", session_id)) as reply,
-        ):
-            if reply.status != 200:
-                return None
-            async for chunk in reply.chunks():
-                for event in splitter.feed(chunk):
-                    reader.feed(event)
-    except (KVStewardError, TimeoutError):
-        return None
-    message = reader.message()
-    text = message.get("content") if message and not message.get("tool_calls") else None
-    return text if isinstance(text, str) else None
-
-
-def _summary_body(request: ChatRequest) -> dict[str, Any]:
-    """The request's own fields, so that the engine finds the same prefix; without those that shape an answer."""
-    shaping = {
-        "messages",
-        "n",
-        "stop",
-        "response_format",
-        "logprobs",
-        "top_logprobs",
-        "max_tokens",
-        "max_completion_tokens",
-        "kv_transfer_params",
-    }
-    shaping |= {"guided_json", "guided_regex", "grammar", "json_schema", "stream_options", "parallel_tool_calls"}
-    return {**{k: v for k, v in request.body.items() if k not in shaping}, "temperature": 0}
+        async with asyncio.timeout(steward.settings.selective_timeout_s), turn.at.gate.admitted(demand):
+            pieces = await turn.at.engine.prompt_logprobs(
+                prompt, model=turn.request.model, request_id=f"{turn.id}-score"
+            )
+    except (EngineError, ContextOverflowError, OverloadedError, TimeoutError):
+        pieces = None
+    steward.telemetry.selective_time.observe(steward.now() - started)
+    return pieces
 
 
 async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: Resolved, prepared: Prepared) -> None:
@@ -334,6 +330,9 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
         await asyncio.shield(log.broken_off("abandoned" if isinstance(error, asyncio.CancelledError) else "error"))
         raise
     turn.step("done")
+    if log.view_after is not None:  # only now is the room of this turn free again
+        policy = steward.policy(turn.tenant)
+        steward.scribe.after_turn(session_id, turn.at, request, log.view_after, prepared.marks, policy)
     if turn.keep is not None and log.called:
         steward.note_pause(turn.at.engine, session_id, turn.keep, log.called)
 

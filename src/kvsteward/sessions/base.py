@@ -41,6 +41,9 @@ class Session:
     saved_tokens: int = 0
     engine: str | None = None
     """The engine that its turns go to, by the name that the gateway gives it: the KV of its view is there."""
+    compactions: int = 0
+    again_tokens: int = 0
+    """Prompt tokens that the engine had to prefill again because a compaction had changed what stands before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the pipeline decided at an entry. `kind` is "distil", "compact", "tools" or "recall"; `payload` is JSON."""
+    """What the pipeline decided at an entry. `kind` is "distil", "compact", "note", "tools" or "recall"; `payload`
+    is JSON."""
 
     at: str
     kind: str

@@ -94,7 +94,13 @@ def m004_engines(db: sqlite3.Connection) -> None:
     db.execute("ALTER TABLE sessions ADD COLUMN engine TEXT")
 
 
-MIGRATIONS: tuple[Migration, ...] = (m001_sessions, m002_words, m003_blobs, m004_engines)
+def m005_compactions(db: sqlite3.Connection) -> None:
+    """What compactions cost each session. For those of before it is not known, and begins at 0."""
+    for name in ("compactions", "again_tokens"):
+        db.execute(f"ALTER TABLE sessions ADD COLUMN {name} INTEGER NOT NULL DEFAULT 0")
+
+
+MIGRATIONS: tuple[Migration, ...] = (m001_sessions, m002_words, m003_blobs, m004_engines, m005_compactions)
 
 
 def migrate(db: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> int:

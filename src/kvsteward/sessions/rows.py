@@ -16,7 +16,7 @@ from kvsteward.wire.fingerprint import body_hash
 
 SESSION = (
     "id, tenant, state, head, created_s, last_used_s, ttl_s, model, title, turns, branched_from, "
-    "view_tokens, log_tokens, saved_tokens, engine"
+    "view_tokens, log_tokens, saved_tokens, engine, compactions, again_tokens"
 )
 ENTRY = "hash, parent, depth, source, raw, created_s, tokens, finish, response_id, body, blobs"
 DECISION = "at, kind, payload, created_s, body"
@@ -40,7 +40,7 @@ def session_row(session: Session) -> tuple[Any, ...]:
     s = session
     return (
         *(s.id, s.tenant, s.state, s.head, s.created_s, s.last_used_s, s.ttl_s, s.model, s.title, s.turns),
-        *(s.branched_from, s.view_tokens, s.log_tokens, s.saved_tokens, s.engine),
+        *(s.branched_from, s.view_tokens, s.log_tokens, s.saved_tokens, s.engine, s.compactions, s.again_tokens),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -22,6 +22,10 @@ PINNED_ROLES = frozenset({"system", "developer"})
 
 IMAGE_DIGITS = 10
 IMAGE_TYPES = frozenset({"image_url", "input_image", "image"})
+
+OWN_FIELD = "kvsteward"
+"""A message's field that is ours: `{"class": "plan" | "fact" | "trace"}`. No engine sees it, no hash covers it."""
+CLASSES = ("plan", "fact", "trace")
 
 OWN_FIELDS = ("session_id", "previous_response_id", "conversation", "kvsteward")
 """Fields that are ours to read and that an engine need not see (vLLM is told the session by header)."""
@@ -54,6 +58,7 @@ def parse_chat(raw: bytes) -> ChatRequest:
     """Raises ProtocolError, naming the field, for anything that no engine could understand."""
     body = parse_object(raw)
     messages = _messages(body.get("messages"))
+    _check_depth(body)
     model = body.get("model", "")
     if not isinstance(model, str):
         raise ProtocolError("'model' must be a string", param="model")
@@ -61,11 +66,15 @@ def parse_chat(raw: bytes) -> ChatRequest:
     if not isinstance(stream, bool):
         raise ProtocolError("'stream' must be true or false", param="stream")
     _check_limits(body)
+    metadata = body.get("metadata")
+    if isinstance(metadata, dict) and OWN_FIELD in metadata:
+        _check_class(metadata[OWN_FIELD], f"metadata.{OWN_FIELD}")
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
         raise ProtocolError("'stream_options' must be an object", param="stream_options")
     wants_usage = bool(options and options.get("include_usage"))
-    return ChatRequest(body, messages, model, stream, wants_usage)
+    given = class_of(metadata) if isinstance(metadata, dict) else None
+    return ChatRequest(body, tuple(with_class(m, given) for m in messages), model, stream, wants_usage)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -77,6 +86,16 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ProtocolError(f"the body must be a JSON object, not {type(body).__name__}", hint="Send a JSON object.")
     return body
+
+
+def _check_depth(body: Mapping[str, Any]) -> None:
+    """Raises ProtocolError for what is nested so deeply that it could be read but not written again (255 levels)."""
+    rest = [value for name, value in body.items() if name != "messages"]
+    inside = [value for message in body["messages"] for value in message.values() if not isinstance(value, str)]
+    try:
+        orjson.dumps([rest, [[inside]]])  # two levels more than they have in the body, so that there is room for ours
+    except TypeError as error:
+        raise ProtocolError(f"the body cannot be passed on: {error}", hint="Nest at most 250 levels deep.") from None
 
 
 def _check_limits(body: Mapping[str, Any]) -> None:
@@ -111,8 +130,36 @@ def _check_message(message: Any, where: str) -> None:
             f"{where}.tool_calls must be a list of calls, each with an id and a function name",
             param=f"{where}.tool_calls",
         )
+    if OWN_FIELD in message:
+        _check_class(message[OWN_FIELD], f"{where}.{OWN_FIELD}")
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
         raise ProtocolError(f"{where} answers no call: 'tool_call_id' is missing", param=f"{where}.tool_call_id")
+
+
+def _check_class(given: Any, where: str) -> None:
+    """Raises ProtocolError for a class that does not exist: a message that was meant to stay must not just go."""
+    if not isinstance(given, dict):
+        raise ProtocolError(f'{where} must be an object such as {{"class": "plan"}}', param=where)
+    unknown = sorted(set(given) - {"class"})
+    if unknown:
+        raise ProtocolError(f"{where} has an unknown field '{unknown[0]}'; it may have 'class'", param=where)
+    if given.get("class") not in CLASSES:
+        raise ProtocolError(
+            f"{where}.class must be one of {', '.join(CLASSES)}, not {given.get('class')!r}", param=f"{where}.class"
+        )
+
+
+def class_of(message: Mapping[str, Any]) -> str | None:
+    """What the caller says that a message is: "plan", "fact", "trace", or None."""
+    given = message.get(OWN_FIELD)
+    return given.get("class") if isinstance(given, Mapping) else None
+
+
+def with_class(message: Message, given: str | None) -> Message:
+    """The message with a class, if it has none of its own. Answers keep none: they are the engine's."""
+    if given is None or OWN_FIELD in message or message.get("role") == "assistant":
+        return message
+    return {**message, OWN_FIELD: {"class": given}}
 
 
 def _is_call(call: Any) -> bool:
@@ -176,6 +223,13 @@ def text_of(message: Mapping[str, Any]) -> str:
     return ""
 
 
+def with_tools(request: ChatRequest, tools: Any) -> ChatRequest:
+    """The request with other tools."""
+    if tools is request.tools:
+        return request
+    return replace(request, body={**request.body, "tools": tools})
+
+
 def encode(
     request: ChatRequest,
     *,
@@ -187,6 +241,10 @@ def encode(
 ) -> bytes:
     """The body for the engine: the client's, with the named parts replaced. A stream always reports its usage."""
     body = {k: v for k, v in request.body.items() if k not in OWN_FIELDS}
+    metadata = body.get("metadata")
+    if isinstance(metadata, dict) and OWN_FIELD in metadata:
+        rest = {k: v for k, v in metadata.items() if k != OWN_FIELD}
+        body = {**body, "metadata": rest} if rest else {k: v for k, v in body.items() if k != "metadata"}
     if fields:
         body.update(fields)
     if messages is not None:

@@ -6,7 +6,9 @@ for a text that is not blank; the first distiller that understands the text and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvsteward.context.distill.base import CountTokens, Distillate, Distiller, Hints
 from kvsteward.context.distill.blobs import Blobs
@@ -23,6 +25,7 @@ from kvsteward.context.distill.prose import Prose
 from kvsteward.context.distill.traces import Traces
 from kvsteward.context.distill.window import windowed
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _TRIES = 4
 _HUGE_CHARS = 1_000_000
 _FULL_ENOUGH = 0.88
@@ -66,8 +69,14 @@ def distil(
             found = _fitted(kind, source, limit_tokens, hints, count)
             if found is not None:
                 note = f"{found.note}; {unread}" if unread and source is bounded else found.note
-                return Distillate(found.kind, found.text, note)
+                return replace(found, note=note)
     return _cut(text, min(limit_tokens, given), count)
+
+
+def encodable(text: str) -> str:
+    """The text without lone surrogates: an escape such as \\ud83d that a distiller read is no character, and a body
+    with it could not be sent."""
+    return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _fitted(kind: Distiller, text: str, limit: int, hints: Hints, count: CountTokens) -> Distillate | None:
@@ -79,6 +88,7 @@ def _fitted(kind: Distiller, text: str, limit: int, hints: Hints, count: CountTo
         found = kind.distil(text, max(1, int(aim)), hints, count)
         if found is None:
             return best
+        found = replace(found, text=encodable(found.text))
         tokens = count(found.text)
         if tokens <= limit:
             if found.text.strip() and tokens > best_tokens:

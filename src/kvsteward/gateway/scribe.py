@@ -1,0 +1,201 @@
+"""The scribe: has the engine write a session's summary while nobody waits, so that no turn does at its compaction.
+
+After a turn that brings a session near its high-water mark, the question is appended to what the engine has just
+cached. The work is of the lowest rank: one draft for each session and `Settings.summaries_at_once` over all, none
+while a turn waits for room, each ended by a time limit, by a turn that would have to wait for its room, by the end of
+its session, and on an engine with slots by the session's next turn, which wants the slot that has its cache.
+
+Mutable, for one event loop. Invariant: a draft is handed out once, and only for the view that it was made for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvsteward.context.layout import View
+from kvsteward.context.marks import Marks, Policy
+from kvsteward.context.pipeline import Summarise, fits, summarise, summary_due
+from kvsteward.context.summary import Draft
+from kvsteward.engines.base import EngineRequest
+from kvsteward.errors import KVStewardError
+from kvsteward.gateway.fleet import Station
+from kvsteward.gateway.upstream import PATH, for_engine
+from kvsteward.policy.admission import Demand
+from kvsteward.wire.answer import AnswerReader
+from kvsteward.wire.chat import ChatRequest, encode
+from kvsteward.wire.sse import EventSplitter
+
+if TYPE_CHECKING:
+    from kvsteward.gateway.app import Steward
+
+log = logging.getLogger("kvsteward")
+
+_MAX_DRAFTS = 1_024
+_MAX_ANSWER_BYTES = 2**20
+_STRUCTURED = frozenset({"vllm", "llama-server"})
+"""Engines that hold an answer to a JSON schema."""
+_SLOTTED = frozenset({"llama-server"})
+"""Engines that keep a session's cache in a slot, which works on one request at a time."""
+_SHAPING = frozenset(
+    {
+        *("messages", "n", "stop", "seed", "stream_options", "max_tokens", "max_completion_tokens", "logprobs"),
+        *("top_logprobs", "response_format", "grammar", "json_schema", "guided_json", "guided_regex"),
+        *("structured_outputs", "parallel_tool_calls", "metadata", "store", "kv_transfer_params"),
+    }
+)
+"""Fields of a request that shape its answer, not its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a draft is made from."""
+
+    session_id: str
+    at: Station
+    request: ChatRequest
+    view: View
+    marks: Marks
+    policy: Policy
+
+
+class Scribe:
+    """The drafts of one gateway."""
+
+    def __init__(self, steward: Steward) -> None:
+        self._steward = steward
+        self._drafts: OrderedDict[str, Draft] = OrderedDict()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._plain: set[str] = set()
+        """Engines that refused a schema."""
+
+    @property
+    def running(self) -> int:
+        return len(self._tasks)
+
+    def after_turn(
+        self, session_id: str, at: Station, request: ChatRequest, view: View, marks: Marks, policy: Policy
+    ) -> None:
+        """A turn has ended, and the engine has counted its `view`. Starts a draft if one is due."""
+        steward, draft = self._steward, self._drafts.get(session_id)
+        if session_id in self._tasks or (draft is not None and fits(draft, view)):
+            return
+        if not summary_due(view, view.known_tokens, marks, policy):
+            return
+        if len(self._tasks) >= steward.settings.summaries_at_once or at.draining or at.gate.pool.waiting:
+            self._count("skipped")
+            return
+        work = _Work(session_id, at, request, view, marks, policy)
+        task = self._tasks[session_id] = asyncio.create_task(self._work(work))
+        task.add_done_callback(lambda _: self._tasks.pop(session_id, None))
+
+    async def before_turn(self, session_id: str, at: Station) -> Draft | None:
+        """The draft for a session whose next turn begins. It stays until the view that it was made for is gone."""
+        if at.info.dialect in _SLOTTED:
+            await self._give_up(session_id)
+        return self._drafts.get(session_id)
+
+    def after_compaction(self, session_id: str) -> None:
+        """The view has changed: what is written or being written speaks of another."""
+        self._drafts.pop(session_id, None)
+        task = self._tasks.get(session_id)
+        if task is not None:
+            task.cancel()
+
+    def forget(self, session_id: str) -> None:
+        """The session has ended."""
+        self.after_compaction(session_id)
+
+    async def close(self) -> None:
+        for session_id in list(self._tasks):
+            await self._give_up(session_id)
+
+    async def _give_up(self, session_id: str) -> None:
+        """Returns when the engine has been told."""
+        task = self._tasks.get(session_id)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    def _count(self, outcome: str) -> None:
+        self._steward.telemetry.summaries.labels(outcome).inc()
+
+    async def _work(self, work: _Work) -> None:
+        """One draft from start to end. A failure costs nothing but the draft."""
+        try:
+            async with asyncio.timeout(self._steward.settings.summary_timeout_s):
+                draft = await self._drafted(work)
+        except asyncio.CancelledError:
+            self._count("given_up")
+            raise
+        except (KVStewardError, TimeoutError) as error:
+            log.info("no summary for %s: %r", work.session_id, error)
+            draft = None
+        self._count("prepared" if draft else "failed")
+        if draft:
+            self._drafts[work.session_id] = draft
+            while len(self._drafts) > _MAX_DRAFTS:
+                self._drafts.popitem(last=False)
+
+    async def _drafted(self, work: _Work) -> Draft | None:
+        steward = self._steward
+        structured = work.at.name not in self._plain and work.at.info.dialect in _STRUCTURED
+        tools_tokens = steward.desk.estimator.json(work.request.tools)
+        questions = summarise(
+            *(work.view, work.marks, work.policy, steward.desk.estimator, tools_tokens),
+            structured=structured,
+        )
+        try:
+            question = next(questions)
+            questions.send(await self._answer(work, question))
+        except StopIteration as stop:
+            draft: Draft | None = stop.value
+            return draft
+        raise AssertionError("a summary is one question")
+
+    async def _answer(self, work: _Work, question: Summarise) -> tuple[str, bool] | None:
+        """The engine's words, and whether they came to their end. None without room, for an error or for a call."""
+        steward = self._steward
+        messages = for_engine(work.at.info, question.messages)
+        body = encode(_base(work.request, question), messages=messages, stream=True, max_tokens=question.max_tokens)
+        demand = Demand(work.view.known_tokens + question.max_tokens, question.max_tokens, returning=True)
+        reader, splitter, received = AnswerReader(), EventSplitter(), 0
+        request = EngineRequest(PATH, body, f"{steward.desk.ids.new()}-summary", work.session_id)
+        async with work.at.gate.spare(demand) as has_room:
+            if not has_room:
+                return None
+            async with work.at.engine.open(request) as reply:
+                if reply.status in {400, 422, 501} and question.schema is not None:
+                    self._plain.add(work.at.name)  # asked in plain words from now on
+                if reply.status != 200:
+                    return None
+                async for chunk in reply.chunks():
+                    received += len(chunk)
+                    if received > _MAX_ANSWER_BYTES:
+                        return None
+                    for event in splitter.feed(chunk):
+                        reader.feed(event)
+        message = reader.message()
+        if reader.failed is not None or message is None or message.get("tool_calls"):
+            return None
+        text = message.get("content")
+        return (text, reader.finish != "length") if isinstance(text, str) and text.strip() else None
+
+
+def _base(request: ChatRequest, question: Summarise) -> ChatRequest:
+    """The request's own fields, so that the engine finds the same prefix; without those that shape an answer."""
+    body: dict[str, Any] = {k: v for k, v in request.body.items() if k not in _SHAPING}
+    if body.get("tool_choice") not in {None, "auto", "none"}:
+        del body["tool_choice"]  # a call would be forced
+    body["temperature"] = 0
+    if question.schema is not None:
+        body["response_format"] = _format(question.schema)
+    return ChatRequest(body, (), request.model, True, True)
+
+
+def _format(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "summary", "schema": schema, "strict": True}}
