@@ -87,7 +87,8 @@ def test_the_documents_name_the_presets():
 
 
 def test_help_of_every_command():
-    for verb in ((), ("serve",), ("ledger",), ("demo",), ("sessions", "list"), ("lint",), ("policy", "show")):
+    several = [("sessions", "list"), ("engines", "list"), ("policy", "show")]
+    for verb in ((), ("serve",), ("ledger",), ("demo",), ("lint",), *several):
         done = subprocess.run([sys.executable, "-m", "kvsteward", *verb, "--help"], capture_output=True, text=True)
         assert done.returncode == 0
         assert "Usage" in done.stdout
