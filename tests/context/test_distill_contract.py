@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvsteward.context.distill.base import Distiller, Hints
@@ -126,6 +126,7 @@ json_values = st.recursive(
 )
 
 
+@example(value=[None, None, None, [], "00:\x1f\x1f\U00010000"], limit=21, cut=0.945)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(value=st.lists(json_values, max_size=8), limit=st.integers(8, 200), cut=st.floats(0.2, 1.0))
 def test_random_json_whole_or_cut(value: object, limit: int, cut: float) -> None:

@@ -23,18 +23,18 @@ def of(found, outcome):
 
 
 def test_a_summary_is_prepared_judged_and_told(engine, serve):
-    gateway = serve("--engine", engine.option, "--budget", "1536")
+    gateway = serve("--engine", engine.option, "--budget", "1024")
     history = [{"role": "system", "content": "You keep the books of a small shop. Answer in one short sentence."}]
     session = {}
     for turn in range(40):
         history.append(user(f"Invoice INV-{turn:05d} over {turn * 17 + 101} EUR came in from Okonkwo Ltd. Note it."))
-        answer = gateway.chat(history, session="books", max_tokens=24, temperature=0)
+        answer = gateway.chat(history, session="books", max_tokens=8, temperature=0)
         assert "choices" in answer, answer
         history.append(answer["choices"][0]["message"])
         deadline = time.monotonic() + 60
         found = metrics(gateway)
         while of(found, "prepared") + of(found, "failed") < 1 and turn > 8 and time.monotonic() < deadline:
-            if gateway.get("/v1/sessions/books")["tokens_in_view"] < 1000:
+            if gateway.get("/v1/sessions/books")["tokens_in_view"] < 600:
                 break
             time.sleep(0.2)
             found = metrics(gateway)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsteward.policy.returns import BINS, EDGES_S, Returns, Table, bin_of, gittins
+from kvsteward.policy.returns import BINS, EDGES_S, Returns, Table, bin_of, gittins, spent_s
 
 
 @given(st.floats(0, 1e6))
@@ -25,7 +25,7 @@ def test_an_age_lies_in_its_bin(age_s):
 def test_idle_seconds_are_all_counted(spans):
     table = Table(None)
     for a, b in spans:
-        table.idle(min(a, b), max(a, b))
+        table.idle(spent_s(min(a, b), max(a, b)))
     assert sum(table.idle_s) == pytest.approx(sum(abs(a - b) for a, b in spans), abs=1e-6)
 
 

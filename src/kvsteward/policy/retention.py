@@ -78,6 +78,15 @@ class Rates(Protocol):
     def rate(self, session: str, now_s: float) -> float: ...
 
 
+class _Even:
+    def rate(self, session: str, now_s: float) -> float:
+        return 1.0
+
+
+EVEN: Rates = _Even()
+"""All sessions alike: `order` is LRU but for what callers said."""
+
+
 def loss_s_per_token(recompute_s: float, load_s: float | None = None) -> float:
     """Seconds per token to have lost KV again. `load_s` None: no lower tier has it."""
     return recompute_s if load_s is None else min(recompute_s, load_s)
