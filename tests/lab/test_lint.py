@@ -19,6 +19,7 @@ from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ConfigError
 from kvsteward.lab.lint.read import Recorded, read_requests
 from kvsteward.lab.lint.report import FIELD, OPTION, Report, lint
+from kvsteward.lab.lint.turns import ANEW, REWRITTEN, is_trace, lint_trace
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "agent"
 RULES = "You are a coding agent. Follow the rules of the house. " * 12
@@ -261,6 +262,40 @@ def test_recorded_conversations_only_grow():
         found = lint(read_requests(path.read_bytes(), path.name))
         assert found.requests > 20
         assert found.findings == ()
+
+
+def weka(*prompts: tuple[int, list[int]]) -> dict[str, Any]:
+    requests = [{"t": 0.0, "in": tokens, "out": 9, "hash_ids": ids, "think_time": 1.0} for tokens, ids in prompts]
+    return {"id": "w1", "block_size": 64, "requests": requests}
+
+
+def test_a_trace_without_text(tmp_path):
+    grown = [(640, list(range(10))), (1280, list(range(20))), (1900, list(range(29)))]
+    shrunk = (960, [*range(5), *range(100, 110)])
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(weka(*grown)))
+    assert lint_trace(path).findings == ()
+    path.write_text(json.dumps(weka(*grown, shrunk, (640, list(range(200, 210))))))
+    assert is_trace(path)
+    found = {f.kind: f for f in lint_trace(path).findings}
+    assert set(found) == {REWRITTEN, ANEW}
+    assert (found[REWRITTEN].request, found[REWRITTEN].token, found[REWRITTEN].lost_tokens) == (4, 5 * 64, 640)
+    assert (found[ANEW].request, found[ANEW].token, found[ANEW].lost_tokens) == (5, 0, 640)
+
+
+def test_a_trace_without_sessions_is_refused(tmp_path):
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text(json.dumps({"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}))
+    with pytest.raises(ConfigError, match="does not tell sessions apart"):
+        lint_trace(path)
+
+
+@pytest.mark.shared_data
+@pytest.mark.skipif(not DATA.is_dir(), reason="the recorded traces are not there")
+def test_recorded_coding_agents_mostly_grow():
+    found = lint_trace(DATA.parent / "traces" / "weka" / "raw")
+    assert found.requests > 200
+    assert found.lost_ratio < 0.2
 
 
 # -- the command ----------------------------------------------------------------------------------------------------

@@ -19,19 +19,26 @@ from kvsteward.engines.http import HttpClient, HttpOptions
 from kvsteward.errors import ConfigError
 from kvsteward.lab.lint.read import Recorded, read_file, requests_of_log
 from kvsteward.lab.lint.report import Finding, Report, lint
+from kvsteward.lab.lint.turns import is_trace, lint_trace
 
 MOST_SESSIONS = 200
 
 
 def show_lint(source: str, *, as_json: bool, key: str | None = None, limit: int = 20) -> int:
     """Prints what is found in a file or at a gateway. The exit status: 1 if something was."""
-    recorded = asyncio.run(of_gateway(source, key)) if "://" in source else read_file(Path(source))
-    report = lint(recorded)
+    report = _report(source, key)
     if as_json:
         print(orjson.dumps(report.as_json()).decode())
     else:
         Console().print(rendered(report, limit))
     return 1 if report.findings else 0
+
+
+def _report(source: str, key: str | None) -> Report:
+    if "://" in source:
+        return lint(asyncio.run(of_gateway(source, key)))
+    path = Path(source)
+    return lint_trace(path) if is_trace(path) else lint(read_file(path))
 
 
 async def of_gateway(url: str, key: str | None = None) -> list[Recorded]:
@@ -86,7 +93,8 @@ def _block(number: int, found: Finding) -> RenderableType:
     session = f"session {found.session}, " if found.session else ""
     place = f"{session}request {found.request} (line {found.line}): {found.part}"
     if found.lost_tokens:
-        place += f", character {found.character:,}, about token {found.token:,}"
+        place += f", character {found.character:,}, about" if found.character else ","
+        place += f" token {found.token:,}"
     table.add_row("where", Text(place))
     table.add_row("was", Text(repr(found.before)))
     table.add_row("is", Text(repr(found.after)))
