@@ -12,6 +12,8 @@ import pytest
 import typer.main
 
 from kvsteward.cli import app
+from kvsteward.context.marks import Policy
+from kvsteward.context.policies import dump_policy, parse_policy, presets
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -72,8 +74,21 @@ def test_links_lead_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("text", blocks("yaml"), ids=lambda text: text.splitlines()[0])
+def test_policies_of_the_documents_are_valid(text):
+    policy = parse_policy(text, "the document")
+    assert policy != Policy()
+    assert parse_policy(dump_policy(policy)) == policy
+
+
+def test_the_documents_name_the_presets():
+    named = set(re.findall(r"^\| `([a-z-]+)` \|", TEXT["context.md"], re.MULTILINE))
+    assert named == set(presets())
+
+
 def test_help_of_every_command():
-    for verb in ((), ("serve",), ("ledger",), ("demo",), ("sessions", "list")):
+    several = [("sessions", "list"), ("engines", "list"), ("policy", "show")]
+    for verb in ((), ("serve",), ("ledger",), ("demo",), ("lint",), *several):
         done = subprocess.run([sys.executable, "-m", "kvsteward", *verb, "--help"], capture_output=True, text=True)
         assert done.returncode == 0
         assert "Usage" in done.stdout
