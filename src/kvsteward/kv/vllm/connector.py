@@ -302,6 +302,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             "free_blocks": figures.free_blocks,
             "turns": figures.turns,
             "refused_hints": figures.refused_hints,
+            "lru": figures.lru,
             "sessions": {s: {"blocks": n, "tokens": figures.tokens(s)} for s, n in figures.sessions.items()},
         }
         if self._tiers is not None:
