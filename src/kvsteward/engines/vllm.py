@@ -119,8 +119,11 @@ class VllmEngine(OpenAIEngine):
         listed = await self._listed() if self._plugged else None
         if listed is None:
             return None
-        sessions = {str(one["session"]): (int(one["blocks"]), int(one["tokens"])) for one in listed["data"]}
-        return Held(sessions, int(listed["totals"]["blocks"]), int(listed["totals"]["tokens"]))
+        try:
+            sessions = {str(one["session"]): (int(one["blocks"]), int(one["tokens"])) for one in listed["data"]}
+            return Held(sessions, int(listed["totals"]["blocks"]), int(listed["totals"]["tokens"]))
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineError(f"the engine at {self.name} lists its sessions in a way that is not known") from error
 
     async def _note(self, session_id: str, verb: str, hint: Mapping[str, Any]) -> bool:
         """To the plug-in, or as a request of one token, which waits in the engine's queue."""

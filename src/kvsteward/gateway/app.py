@@ -303,7 +303,7 @@ class Steward:
                 missed = False
                 if reading % _HELD_EVERY == 0:
                     station.held = await station.engine.held()
-            except (EngineError, TimeoutError) as error:
+            except (EngineError, TimeoutError, ValueError) as error:
                 missed, was_up = True, station.up
                 station.failed(str(error) or "no answer in time", surely=isinstance(error, EngineUnavailableError))
                 if was_up and not station.up:
@@ -317,6 +317,8 @@ class Steward:
             self.telemetry.running.set(self.fleet.running())
             self.telemetry.waiting.set(self.fleet.waiting())
             self.telemetry.resident_tokens.set(self.fleet.resident_tokens())
+            for station in self.fleet.stations:
+                self.telemetry.engine_up.labels(station.name).set(station.up and not station.draining)
             self.samples.append(self.sample())
             await asyncio.sleep(1.0)
 
