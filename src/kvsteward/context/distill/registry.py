@@ -6,7 +6,6 @@ for a text that is not blank; the first distiller that understands the text and 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,7 +24,6 @@ from kvsteward.context.distill.prose import Prose
 from kvsteward.context.distill.traces import Traces
 from kvsteward.context.distill.window import windowed
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _TRIES = 4
 _HUGE_CHARS = 1_000_000
 _FULL_ENOUGH = 0.88
@@ -74,9 +72,13 @@ def distil(
 
 
 def encodable(text: str) -> str:
-    """The text without lone surrogates: an escape such as \\ud83d that a distiller read is no character, and a body
-    with it could not be sent."""
-    return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
+    """The text without lone surrogates: an escape such as \\ud83d alone is no character, and a body with it cannot be
+    sent. Two that belong together become the character that they mean. Never longer in bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _fitted(kind: Distiller, text: str, limit: int, hints: Hints, count: CountTokens) -> Distillate | None:

@@ -142,6 +142,11 @@ def stop_reason(request: Any) -> str:
 # moving KV
 
 
+def same_weights(request: Any) -> bool:
+    """No adapter: vLLM's hashes name one by its path, and another one may lie there tomorrow."""
+    return request.lora_request is None
+
+
 def tenant_session(request: Any) -> str:
     """The session's name in the store: the same id under another `cache_salt` is another session. "" for none."""
     session = str(request.session_id or "")

@@ -132,7 +132,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
                 session = compat.tenant_session(request) or told.session
                 if session:
                     below.loads.forget(session)
-            elif below is not None and not told.note:
+            elif below is not None and not told.note and compat.same_weights(request):
                 below.loads.began(request, compat.tenant_session(request), told.hint.ttl_s)
 
     def request_finished_all_groups(
