@@ -174,7 +174,7 @@ async def test_an_engine_that_hangs_on_notes_delays_nobody_and_few_are_tried(sta
     class Deaf(ScriptedEngine):
         takes_hints = True
 
-        async def note_pause(self, session_id, keep, tools):
+        async def note_pause(self, session_id, keep):
             await never.wait()
 
     gateway = await start(engine=Deaf(ScriptedOptions(), answers=[CALLS]))

@@ -225,19 +225,19 @@ class Steward:
         estimate = estimator.json(done.request.tools) + sum(estimator.message(m) for m in prepared.view.render())
         self.desk.estimator = estimator.observed(estimate, usage.prompt_tokens)
 
-    def note_pause(self, engine: Engine, session_id: str, keep: Keep, tools: Sequence[str]) -> None:
+    def note_pause(self, engine: Engine, session_id: str, keep: Keep) -> None:
         """Tells an engine that takes hints what a session waits for. Nobody waits for it, and under load it is left
         out: a note that is late is worth nothing."""
         if self._notes >= _MAX_NOTES:
             self.telemetry.notes.labels("dropped").inc()
             return
         self._notes += 1
-        self._spawn(self._note(engine, session_id, keep, tools))
+        self._spawn(self._note(engine, session_id, keep))
 
-    async def _note(self, engine: Engine, session_id: str, keep: Keep, tools: Sequence[str]) -> None:
+    async def _note(self, engine: Engine, session_id: str, keep: Keep) -> None:
         try:
             async with asyncio.timeout(_NOTE_LIMIT_S):
-                await engine.note_pause(session_id, keep, tools)
+                await engine.note_pause(session_id, keep)
             self.telemetry.notes.labels("sent").inc()
         except (EngineError, TimeoutError) as error:
             self.telemetry.notes.labels("failed").inc()
