@@ -100,6 +100,7 @@ async def test_a_dead_engine_s_sessions_go_on_at_once_on_another(start, monkeypa
     assert (await gateway.get("/health"))["engines"] == {"all": 2, "answering": 1}
     await dead.start()
     await gateway.until(lambda: states(gateway)[dead.name])
+    assert gateway.steward.fleet.find(dead.name).residency.total_tokens == 0, "it came back with an empty pool"
     assert await said(gateway, "s") == alive.name, "it stays where its cache is now"
     assert await gateway.verify() == []
 
