@@ -37,10 +37,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from retention_engine import BLOCK_TOKENS, WORDS, server
+from retention_engine import BLOCK_TOKENS, SRC, WORDS, server
 
 BLOCK_BYTES = 23_040 * BLOCK_TOKENS  # SmolLM2 in 16 bit
 SLOT_BYTES = BLOCK_BYTES + 4096
+PYTHONPATH = os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,15 @@ def reuse(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if kind == "ours":
                 options = {"figures_path": str(figures)}
             url = stack.enter_context(
-                server(args.python, args.model, blocks, options, folder / "log.txt", context_tokens=context)
+                server(
+                    args.python,
+                    args.model,
+                    blocks,
+                    options,
+                    folder / "log.txt",
+                    context_tokens=context,
+                    path=PYTHONPATH,
+                )
             )
             ask(url, "warm", [{"role": "user", "content": "Hello"}])
             answers, wall_s = circle(url, args.sessions, args.rounds, args.words, more)
@@ -193,7 +202,15 @@ def migrate(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         options = {"host_gib": 0.5, "valkey_url": url, "stage_within_s": args.stage_within_s}
         a, b = (
             stack.enter_context(
-                server(args.python, args.model, blocks, options, folder / f"{n}.txt", context_tokens=context)
+                server(
+                    args.python,
+                    args.model,
+                    blocks,
+                    options,
+                    folder / f"{n}.txt",
+                    context_tokens=context,
+                    path=PYTHONPATH,
+                )
             )
             for n in "ab"
         )
@@ -227,7 +244,9 @@ def overhead(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         urls = {
             kind: stack.enter_context(
-                server(args.python, args.model, 96, options, folder / f"{kind}.txt", context_tokens=2048)
+                server(
+                    args.python, args.model, 96, options, folder / f"{kind}.txt", context_tokens=2048, path=PYTHONPATH
+                )
             )
             for kind, options in (("stock", None), ("host", {"host_gib": 0.5}))
         }
