@@ -546,8 +546,9 @@ def test_what_is_computed_faster_than_it_can_be_fetched_is_computed(engines, tmp
     engine.whole_turn("a", 30)
     engine.forget_all()
     engine.tiers.loads.cost = LoadOrRecompute(PART, TOKENS, latency_s=1.0, tokens_per_s=1000.0)
+    waits = engine.tiers.loads.counts.waits
     assert engine.whole_turn("a", 30) == 0
-    assert engine.tiers.loads.counts.waits == 0
+    assert engine.tiers.loads.counts.waits == waits
 
 
 def test_a_full_disk_and_one_that_forgets_cost_nothing_but_hits(engines, tmp_path):
