@@ -5,8 +5,8 @@
     python benchmarks/tiers.py --python VLLM_PYTHON --model DIR overhead
 
 `reuse`: sessions take turns in a circle, each turn with its whole history and a little more. `--over` is the sessions'
-tokens at the end over the pool's. An infinite cache reuses the whole blocks of the session's last prompt; kind `infinite`
-is a stock vLLM whose pool holds everything. Times to first token are those of turns that return.
+tokens at the end over the pool's. An infinite cache reuses the whole blocks of the session's last prompt; kind
+`infinite` is a stock vLLM whose pool holds everything. Times to first token are those of turns that return.
 
 `migrate`: a session starts on server A and goes on on server B, both with one Valkey; beside it a prompt of the same
 length that B has never seen.
