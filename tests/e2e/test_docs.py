@@ -21,8 +21,10 @@ TEXT = {page.name: page.read_text() for page in PAGES}
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 
 
-def blocks(language: str) -> list[str]:
-    return [body for text in TEXT.values() for found, body in BLOCK.findall(text) if found == language]
+def blocks(language: str, *pages: str) -> list[str]:
+    """Of the named pages, or of all."""
+    texts = [TEXT[page] for page in pages] or list(TEXT.values())
+    return [body for text in texts for found, body in BLOCK.findall(text) if found == language]
 
 
 def commands(program: str) -> list[list[str]]:
@@ -48,13 +50,22 @@ def test_make_targets_exist():
 
 def test_the_python_snippet_runs(serve):
     gateway = serve("--engine", "scripted")
-    (snippet,) = blocks("python")
+    (snippet,) = blocks("python", "README.md")
     code = snippet.replace("http://127.0.0.1:8080", gateway.url)
     assert code != snippet
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "ok"
     assert gateway.get("/v1/sessions/support-4711")["turns"] == 1
+
+
+def test_the_snippet_of_the_block_store_runs(tmp_path):
+    (snippet,) = blocks("python", "kv-store.md")
+    code = snippet.replace("/tmp/kv-blocks", str(tmp_path)).replace("ticket.blocks() ", "print(len(ticket.blocks())) ")
+    assert "print(len" in code
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr
+    assert len(list(tmp_path.rglob("*.block"))) == 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -76,7 +87,8 @@ def test_the_documents_name_the_presets():
 
 
 def test_help_of_every_command():
-    for verb in ((), ("serve",), ("ledger",), ("demo",), ("sessions", "list"), ("lint",), ("policy", "show")):
+    several = [("sessions", "list"), ("engines", "list"), ("policy", "show")]
+    for verb in ((), ("serve",), ("ledger",), ("demo",), ("lint",), *several):
         done = subprocess.run([sys.executable, "-m", "kvsteward", *verb, "--help"], capture_output=True, text=True)
         assert done.returncode == 0
         assert "Usage" in done.stdout

@@ -37,6 +37,7 @@ from kvsteward.wire.chat import class_of, text_of
 _DOUBT = 0.25
 """How far an estimate of new tokens may be off before the engine is asked."""
 _WORD_FOR_WORD = "[kvsteward: and word for word]"
+_LEAST_SUMMARY_TOKENS = 48
 _FOOTER_TOKENS = 64
 """What the note under a reduced text takes at the most."""
 _WORTH_RATIO = 0.10
@@ -280,10 +281,12 @@ def summarise(
         {"role": "user", "content": ask(room // 2, structured=structured)},
     ]
     cost = sum(estimator.message(message) for message in question)
-    if view.estimate_tokens(tools_tokens) + cost + room > marks.budget:
+    limit = room + room // 2 if structured else room  # JSON's own marks take some
+    limit = min(limit, marks.budget - view.estimate_tokens(tools_tokens) - cost)
+    if limit < _LEAST_SUMMARY_TOKENS:
         return None
     shown = replace(view, items=tuple(items)).render()
-    answer = yield Summarise([*shown, *question], room, SCHEMA if structured else None)
+    answer = yield Summarise([*shown, *question], limit, SCHEMA if structured else None)
     if answer is None:
         return None
     text, finished = answer

@@ -151,6 +151,7 @@ class _Pause:
     counted_s: float = 0.0
     """Up to this age its idle seconds are in the tables."""
     index: tuple[float, ...] = ()
+    """By bin, made when the pause begins so that a ranking only looks up. Empty: the class's own."""
 
 
 @dataclass(slots=True)
@@ -167,8 +168,10 @@ class _Habit:
     turns: int = 0
     since_end: int = 0
     after_end: int = -1
-    prompt_tokens: int = 0
     stop: str = ""
+    size: Size = UNKNOWN_SIZE
+    grown_tokens: int = 0
+    took_s: float = 0.0
 
 
 class Returns:
@@ -208,16 +211,12 @@ class Returns:
         speed = _speed(habit)
         keys = [(stop, tool, speed) for tool in tools[:16]] or [(stop, "", speed)]
         key = min(keys, key=lambda key: self._table(key).rate(0.0))
-        news = habit.pause is None
-        turn_s = now_s - habit.running.since_s if habit.running else 0.0
-        if news:
-            habit.turns += 1
-            habit.since_end = 0 if habit.stop in ENDS else habit.since_end + 1
-            habit.stop = stop
-        traits = _traits(habit, key, turn_s, size)
-        if size.prompt_tokens:
-            habit.prompt_tokens = size.prompt_tokens
-        habit.pause = _Pause(now_s, key, self._table(key).lately(), traits)
+        if habit.pause is None:  # else it is news of a pause that is known: the turn was what it was
+            _ended(habit, stop, size, now_s)
+        habit.stop = stop
+        traits = _traits(habit, key)
+        base = self._table(key).lately()
+        habit.pause = _Pause(now_s, key, base, traits, index=gittins(self._tilts.hazards(base, traits)))
 
     def ended(self, session: str) -> None:
         """The session is known to be over; what was learned from it stays."""
@@ -232,10 +231,8 @@ class Returns:
         if pause is None:
             return self._top.rate(0.0)
         age_s = max(0.0, now_s - pause.since_s)
-        if not pause.traits:
-            return self._table(pause.key).rate(age_s)
         if not pause.index:
-            pause.index = gittins(self._tilts.hazards(pause.base, pause.traits))
+            return self._table(pause.key).rate(age_s)
         return pause.index[bin_of(age_s)]
 
     def _over(self, pause: _Pause, now_s: float) -> float:
@@ -287,6 +284,14 @@ class Returns:
         return table
 
 
+def _ended(habit: _Habit, stop: str, size: Size, now_s: float) -> None:
+    habit.turns += 1
+    habit.since_end = 0 if habit.stop in ENDS else habit.since_end + 1
+    habit.took_s = now_s - habit.running.since_s if habit.running else 0.0
+    habit.grown_tokens = max(0, size.prompt_tokens - habit.size.prompt_tokens)
+    habit.size = size
+
+
 def _remember(habit: _Habit, gap_s: float) -> None:
     log2_gap = math.log2(max(gap_s, 1.0))
     before = habit.log2_gap
@@ -307,16 +312,16 @@ def _octave(value: float) -> int:
     return int(math.log2(value)) if value >= 1.0 else 0
 
 
-def _traits(habit: _Habit, key: Key, turn_s: float, size: Size) -> tuple[Trait, ...]:
+def _traits(habit: _Habit, key: Key) -> tuple[Trait, ...]:
     stop, speed = key[0] + "/" + key[1], key[2]
-    out, took = str(_octave(size.output_tokens)), str(_octave(2 * turn_s))
-    grown = str(_octave(size.prompt_tokens - habit.prompt_tokens))
+    out, took = str(_octave(habit.size.output_tokens)), str(_octave(2 * habit.took_s))
+    grown = str(_octave(habit.grown_tokens))
     last, before = str(habit.gaps[0]), str(habit.gaps[1])
     longest = str(_octave(habit.longest))
     return (
         ("out", out),
         ("took", took),
-        ("prompt", str(_octave(size.prompt_tokens))),
+        ("prompt", str(_octave(habit.size.prompt_tokens))),
         ("grown", grown),
         ("last", last),
         ("before", before),

@@ -402,7 +402,9 @@ function drawSessions() {
   const most = sessions.length === SHOWN_SESSIONS ? `the ${SHOWN_SESSIONS} used last` : String(sessions.length);
   const budget = count(state.memory.budget_tokens);
   const saved = sessions.reduce((sum, session) => sum + session.tokens_saved, 0);
-  put("sessions-count", sessions.length ? `${most} · budget ${budget} each · ${count(saved)} tokens saved` : `none · budget ${budget} each`);
+  const again = sessions.reduce((sum, session) => sum + session.tokens_prefilled_again, 0);
+  const cost = again ? `, ${count(again)} prefilled again after compactions` : "";
+  put("sessions-count", sessions.length ? `${most} · budget ${budget} each · ${count(saved)} tokens saved${cost}` : `none · budget ${budget} each`);
   $("empty").hidden = sessions.length > 0;
   put("empty", `No session yet. Point an agent at ${location.origin}/v1, or start a chat.`);
 }
@@ -432,8 +434,10 @@ function drawDetail() {
   if (!chosen) return;
   const session = found(chosen.id);
   put("detail-title", session && session.title ? cut(session.title, 60) : chosen.id);
+  const again = session && session.compactions
+    ? ` · ${count(session.compactions)} compactions, ${count(session.tokens_prefilled_again)} tokens prefilled again` : "";
   put("detail-sub", session
-    ? `${cut(session.id, 40)} · ${session.state} · view ${count(session.tokens_in_view)} of ${count(session.tokens_in_log)} tokens${where(session)}`
+    ? `${cut(session.id, 40)} · ${session.state} · view ${count(session.tokens_in_view)} of ${count(session.tokens_in_log)} tokens${where(session)}${again}`
     : "new session");
   if (session && !state.chat && `${session.head} ${session.state}` !== chosen.seen) refresh();
 }
@@ -554,9 +558,10 @@ function drawNote() {
   if (!view) return put("tab-note", "\u00a0");
   const words = fates(log, view).map(([word]) => word);
   const of = (word) => words.filter((w) => w === word).length;
+  const summary = view.summary ? ` · the engine's summary was ${view.summary.outcome}${view.summary.reason ? `: ${view.summary.reason}` : ""}` : "";
   put("tab-note", state.tab === "log"
     ? `${count(log.length)} messages: ${of("condensed")} condensed, ${of("reduced")} reduced`
-    : `${count(view.messages.length)} messages, ${count(view.tokens)} tokens${view.exact ? "" : " (estimate)"}: what the model sees`);
+    : `${count(view.messages.length)} messages, ${count(view.tokens)} tokens${view.exact ? "" : " (estimate)"}: what the model sees${summary}`);
   return undefined;
 }
 

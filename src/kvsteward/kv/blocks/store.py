@@ -21,12 +21,10 @@ from dataclasses import dataclass, field
 from kvsteward.errors import ConfigError, InvariantError
 from kvsteward.kv.blocks.codecs import Codec, Raw
 from kvsteward.kv.blocks.host import HostFigures, HostPool, Slot
-from kvsteward.kv.blocks.record import HEADER_BYTES, Miss, Reason, crc, decode, encode_header, payload_crc
+from kvsteward.kv.blocks.record import DAMAGED, HEADER_BYTES, Miss, Reason, crc, decode, encode_header, payload_crc
 from kvsteward.kv.blocks.tier import Tier, TierFigures, Write
 
 log = logging.getLogger("kvsteward.blocks")
-DAMAGED = frozenset({Reason.TRUNCATED, Reason.CHECKSUM, Reason.FOREIGN, Reason.WRONG_KEY})
-"""Records that their tier is told to drop: nobody can use them under that key."""
 
 
 @dataclass(frozen=True, slots=True)
