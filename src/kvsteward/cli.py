@@ -65,24 +65,37 @@ def serve(
         float, typer.Option(help="Idle seconds after which a session gives back its KV (never its log).")
     ] = 1800,
     log_days: Annotated[float, typer.Option(help="Days that an unused log is kept.")] = 30,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="What is kept, reduced and moved: `support`, `coding`, `legal`, `device-control`, or a YAML file. "
+            "`kvsteward policy show NAME` prints one. The options below say otherwise for single settings."
+        ),
+    ] = None,
     high_water: Annotated[
-        float, typer.Option(help="Share of the budget at which a session is compacted at the latest.")
-    ] = 0.85,
-    low_water: Annotated[float, typer.Option(help="Share of the budget that a compaction leaves.")] = 0.40,
+        float | None,
+        typer.Option(help="Share of the budget at which a session is compacted at the latest. Default: 0.85."),
+    ] = None,
+    low_water: Annotated[
+        float | None, typer.Option(help="Share of the budget that a compaction leaves. Default: 0.4.")
+    ] = None,
     memory_price: Annotated[
-        float,
+        float | None,
         typer.Option(
             help="What a token held for a turn is worth in tokens of prefill. Over 0, sessions are compacted earlier; "
-            "docs/marks.md has the model."
+            "docs/marks.md has the model. Default: 0."
         ),
-    ] = 0.0,
-    keep_rounds: Annotated[int, typer.Option(help="Newest rounds that a compaction keeps verbatim.")] = 3,
+    ] = None,
+    keep_rounds: Annotated[
+        int | None, typer.Option(help="Newest rounds that a compaction keeps verbatim. Default: 3.")
+    ] = None,
     tool_limit: Annotated[
         int | None, typer.Option(help="Tokens over which a tool result is reduced on entry. Default: budget / 16.")
     ] = None,
     summary: Annotated[
-        str, typer.Option(help="Who writes the rolling summary: `engine` (in the background) or `extractive`.")
-    ] = "engine",
+        str | None,
+        typer.Option(help="Who writes the rolling summary: `engine` (in the background, the default) or `extractive`."),
+    ] = None,
     selective: Annotated[
         float | None,
         typer.Option(
@@ -93,6 +106,13 @@ def serve(
     recall: Annotated[
         bool, typer.Option("--recall", help="Offer the model a tool that returns what left its view.")
     ] = False,
+    hints: Annotated[
+        str,
+        typer.Option(
+            help="Tell kvsteward's connector inside vLLM of sessions: `auto` where its endpoint plug-in answers, `on` "
+            "where you know that it is there, `off`."
+        ),
+    ] = "auto",
     max_body_mib: Annotated[int, typer.Option(help="Largest request body.")] = 64,
     tenants: Annotated[
         Path | None, typer.Option(help="YAML file of tenants with their API keys. Default: no keys.")
@@ -104,10 +124,9 @@ def serve(
     options = ServeOptions(
         engines=engine or ["embedded"], host=host, port=port, model=model, ctx=ctx, slots=slots, threads=threads, kv=kv,
         upstream_key=upstream_key, store=store or default_store(), budget=budget, mode=mode, ttl_s=ttl,
-        log_days=log_days, high_water=high_water,
+        log_days=log_days, policy=policy, high_water=high_water,
         low_water=low_water, memory_price=memory_price, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
-        selective=selective,
-        max_body_mib=max_body_mib, recall=recall, tenants=tenants,
+        selective=selective, max_body_mib=max_body_mib, recall=recall, tenants=tenants, hints=hints,
     )  # fmt: skip
     run(options)
 
@@ -230,6 +249,27 @@ def doctor(
     show_doctor(options, as_json=as_json, watch=watch)
 
 
+@app.command()
+def lint(
+    source: Annotated[str, typer.Argument(help="A file of recorded requests, or the URL of a kvsteward gateway.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    limit: Annotated[int, typer.Option(help="Findings that are shown, dearest first.")] = 20,
+    key: Annotated[str | None, typer.Option(help="API key of the gateway.", envvar="KVSTEWARD_API_KEY")] = None,
+) -> None:
+    """Find what breaks the prefix cache: a clock in the system prompt, tools in another order, a rewritten history.
+
+    Compares the requests of each session one after the other. Says the part, the character and the token where they
+    first differ, what share of all prompt tokens is computed again for it, and what mends it. Exit status 1 if
+    something was found.
+
+    A file has one request a line: a body of OpenAI's chat completions or Anthropic's messages, alone or in a proxy's
+    record (`{"headers": ..., "body": ...}`), or a recorded conversation (`{"messages": ...}` with the answers in it).
+    """
+    from kvsteward.lab.lint.show import show_lint
+
+    raise typer.Exit(show_lint(source, as_json=as_json, key=key, limit=limit))
+
+
 sessions_app = typer.Typer(no_args_is_help=True, help="Look into a store of session logs; move a session.")
 app.add_typer(sessions_app, name="sessions")
 Store = Annotated[str | None, typer.Option(help="The store that `kvsteward serve` was given.")]
@@ -327,6 +367,29 @@ def _drain(engine: str, gateway: str, key: str | None, json: bool, *, on: bool) 
         print_json(state)
     else:
         print(f"{state['engine']} is {state['state']}, {state['turns']} turns are on the way")
+
+
+policy_app = typer.Typer(no_args_is_help=True, help="What a session's context is kept by: presets and YAML files.")
+app.add_typer(policy_app, name="policy")
+
+
+@policy_app.command("list")
+def list_policies() -> None:
+    """The presets, and what each is for."""
+    from kvsteward.context.policies import load_policy, presets
+
+    for name in presets():
+        print(f"{name:16}{load_policy(name).about}")
+
+
+@policy_app.command("show")
+def show_policy(
+    name: Annotated[str, typer.Argument(help="A preset, or a YAML file.")],
+) -> None:
+    """Print a policy with all its values, as a file that `--policy` takes. Faults are told by their field."""
+    from kvsteward.context.policies import dump_policy, load_policy
+
+    print(dump_policy(load_policy(name)), end="")
 
 
 def print_json(payload: object) -> None:

@@ -198,7 +198,7 @@ def test_no_or_a_bad_summary_is_replaced_by_an_extractive_one(session, summary, 
     while not chat.view.epoch.block:
         chat.say(user("What about the order? " * 12))
         chat.answer(said("Parcel 1Z999AA10123456784 is on its way. " * 4))
-    assert "Parcel 1Z999AA10123456784 is on its way." in chat.view.epoch.summary
+    assert "Parcel 1Z999AA10123456784 is on" in chat.view.epoch.summary
     assert "word word word" not in chat.view.epoch.block
     assert chat.view.epoch.judged.outcome == outcome
     assert decode_epoch(encode_epoch(chat.view.epoch)) == chat.view.epoch

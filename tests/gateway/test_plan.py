@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+
+import pytest
+
+from kvsteward.errors import ConfigError
+from kvsteward.gateway.settings import Settings, load_tenants
 
 SMALL = {"context_limit_tokens": 1024, "kv_capacity_tokens": 4096}
 MARKED = "The customer's cat is called Tom, and the dog Bela."
@@ -56,3 +62,25 @@ async def test_a_plan_that_does_not_fit_is_refused_and_kept_in_the_log(start):
     answer = await gateway.chat(user("Hello"), user("never mind the rain " * 400, **{"class": "plan"}), session="s")
     assert (answer["status"], answer["error"]["code"]) == (400, "context_length_exceeded")
     assert len((await gateway.get("/v1/sessions/s/log"))["data"]) == 2
+
+
+async def test_each_tenant_has_its_policy(start, tmp_path):
+    (tmp_path / "house.yaml").write_text("base: legal\nabout: ours\n")
+    (tmp_path / "tenants.yaml").write_text(
+        "tenants:\n  law: {api_key: k1, policy: house.yaml}\n  shop: {api_key: k2, policy: support}\n"
+    )
+    keys = await asyncio.to_thread(load_tenants, tmp_path / "tenants.yaml")
+    gateway = await start(settings=Settings(keys=keys), **SMALL)
+    long = user("The tenant pays on the first. " * 160)
+    law = await gateway.chat(long, headers={"Authorization": "Bearer k1"})
+    shop = await gateway.chat(long, headers={"Authorization": "Bearer k2"})
+    assert (law["status"], law["error"]["code"]) == (400, "context_length_exceeded")
+    assert shop["status"] == 200
+
+
+@pytest.mark.parametrize(("policy", "said"), [("suport", "suport"), ("[1]", "policy")])
+def test_a_tenant_with_a_wrong_policy_is_named(tmp_path, policy, said):
+    (tmp_path / "tenants.yaml").write_text(f"tenants:\n  law: {{api_key: k1, policy: {policy}}}\n")
+    with pytest.raises(ConfigError, match="law") as error:
+        load_tenants(tmp_path / "tenants.yaml")
+    assert said in error.value.message

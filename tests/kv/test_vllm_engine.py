@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import time
+import tomllib
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +34,18 @@ def load(name: str) -> Any:
     return module
 
 
+def fetch(url: str, body: Any = None) -> Any:
+    """JSON or text of a GET or POST; an error status is an ordinary answer with `status` in it."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=30) as response:
+            text = response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return {"status": error.code, **json.loads(error.read())}
+    return json.loads(text) if text[:1] == b"{" else text.decode()
+
+
 @dataclass
 class Engine:
     url: str
@@ -44,11 +60,29 @@ class Engine:
         usage = self.bench.chat(self.url, session, [{"role": "user", "content": text}], **extra)["usage"]
         return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
+    def held(self) -> dict[str, int]:
+        """Blocks by session, as the endpoint has them after a step from now on."""
+        fetch(f"{self.url}/kvsteward/sessions/tick/note", {})
+        return {one["session"]: one["blocks"] for one in fetch(f"{self.url}/kvsteward/sessions")["data"]}
+
     def figures(self) -> Any:
         """As of a step more than 5 s after the last ones."""
         time.sleep(5.2)
         self.turn("tick", 1, note=True)
         return json.loads(self.figures_path.read_text())
+
+
+def installed(folder: Path) -> Path:
+    """What an installation would add to the environment: a folder with our entry points, as pyproject.toml has them."""
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    info = folder / "site" / "kvsteward-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvsteward\nVersion: 0\n")
+    lines = [
+        line for group, names in points.items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in names.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    return info.parent
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +94,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("vllm")
     options = {"check": True, "figures_path": str(folder / "figures.json"), "reorder_s": 0.0}
     log = folder / "log.txt"
-    with bench.server(str(PYTHON), str(MODEL), BLOCKS, options, log, context_tokens=2048) as url:
+    path = os.pathsep.join((str(ROOT / "src"), str(installed(folder))))
+    env = {"VLLM_PLUGINS": "kvsteward"}
+    with bench.server(str(PYTHON), str(MODEL), BLOCKS, options, log, context_tokens=2048, path=path, **env) as url:
         yield Engine(url, log, folder / "figures.json", bench)
     text = log.read_text(errors="replace")
     assert "kvsteward: stopped" not in text
@@ -87,12 +123,90 @@ def test_figures_name_what_sessions_hold_and_add_up(engine):
 
 
 def test_a_wrong_hint_is_counted_and_the_turn_runs(engine):
-    before = engine.figures()["refused_hints"]
+    engine.held()
+    before = fetch(f"{engine.url}/kvsteward/sessions")["hints"]["refused"]
     engine.turn("e", 5, ttl="soon")
-    assert engine.figures()["refused_hints"] == before + 1
+    engine.held()
+    assert fetch(f"{engine.url}/kvsteward/sessions")["hints"]["refused"] == before + 1
 
 
 def test_a_prompt_as_large_as_the_pool_allows_is_served_though_all_is_kept(engine):
     for session in "xyz":
         engine.turn(session, 400, ttl_s=300)
     engine.turn("large", 900)
+
+
+def test_the_endpoint_names_what_sessions_hold(engine):
+    engine.turn("held", 300)
+    listed = fetch(f"{engine.url}/kvsteward/sessions")
+    (held,) = [one for one in listed["data"] if one["session"] == "held"]
+    assert held["blocks"] > 15
+    assert held["tokens"] == 32 * held["blocks"]
+    assert 0 <= held["idle_s"] < 60
+    assert listed["age_s"] <= 1.5
+    assert listed["totals"]["blocks"] == sum(one["blocks"] for one in listed["data"])
+    assert listed["totals"]["blocks"] <= listed["totals"]["free_blocks"] <= BLOCKS - 1
+
+
+def test_a_released_session_s_blocks_go_first_and_at_once(engine):
+    """Both came last and the pool is full: what a third one takes is the released one's, though it is the newest."""
+    engine.turn("kept", 200)
+    engine.turn("gone", 200)
+    before = engine.held()
+    released = fetch(f"{engine.url}/kvsteward/sessions/gone/release", {})
+    assert released == {"session": "gone", "object": "session.noted", "heard": True}
+    assert engine.held() == {name: blocks for name, blocks in before.items() if name != "gone"}
+    engine.turn("new", 150)
+    after = engine.held()
+    assert after.pop("new") <= before.pop("gone")
+    assert after == before, "nobody else lost a block"
+
+
+def test_a_note_is_heard_and_a_wrong_one_refused(engine):
+    noted = fetch(f"{engine.url}/kvsteward/sessions/a%2Fb/note", {"stop": "tool_calls", "tools": ["run_tests"]})
+    assert noted == {"session": "a/b", "object": "session.noted", "heard": True}
+    for wrong in ({"final": True}, {"session": "other"}, {"tools": "run"}, {"nope": 1}, []):
+        assert fetch(f"{engine.url}/kvsteward/sessions/a/note", wrong)["status"] == 400
+
+
+def test_a_client_cannot_name_another_session_in_a_note(engine):
+    engine.turn("victim", 100)
+    assert engine.held()["victim"] > 3
+    refused = fetch(f"{engine.url}/kvsteward/sessions")["hints"]["refused"]
+    engine.turn("attacker", 1, note=True, final=True, session="victim")
+    assert engine.held()["victim"] > 3
+    assert fetch(f"{engine.url}/kvsteward/sessions")["hints"]["refused"] == refused + 1
+
+
+def test_metrics_name_a_bounded_number_of_sessions(engine):
+    for number in range(24):
+        engine.turn(f"m{number}", 20 + number)
+    engine.held()
+    listed = fetch(f"{engine.url}/kvsteward/sessions")
+    page = [line for line in fetch(f"{engine.url}/metrics").splitlines() if line.startswith("kvsteward_")]
+    values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in page}
+    named = {name: n for name, n in values.items() if name.startswith("kvsteward_session_blocks{")}
+    (others,) = [n for name, n in values.items() if name.startswith("kvsteward_other_session_blocks{")]
+    (sessions,) = [n for name, n in values.items() if name.startswith("kvsteward_sessions{")]
+    assert len(named) == 20 < sessions
+    assert sum(named.values()) + others == listed["totals"]["blocks"]
+    assert sessions == listed["totals"]["sessions"]
+    kinds = {kind for kind in ("released", "kept", "refused") if any(f'kind="{kind}"' in name for name in values)}
+    assert kinds == {"released", "kept", "refused"}
+
+
+def test_a_gateway_s_sessions_are_seen_and_deleted_ones_released(engine, serve):
+    """The plug-in is found, hints arrive, what a session holds is shown, and a deleted session holds nothing."""
+    gateway = serve("--engine", engine.url)
+    before = fetch(f"{engine.url}/kvsteward/sessions")["hints"]
+    text = " ".join(f"through{i % 10}" for i in range(120))
+    answer = gateway.chat([{"role": "user", "content": text}], session="through", max_tokens=4, temperature=0)
+    assert answer["usage"]["prompt_tokens"] > 200
+    assert engine.held()["through"] > 5
+    (row,) = gateway.get("/v1/engines")["data"]
+    assert (row["engine"], row["takes_hints"]) == (engine.url, True)
+    request = urllib.request.Request(f"{gateway.url}/v1/sessions/through", method="DELETE")
+    urllib.request.urlopen(request, timeout=30).close()
+    assert "through" not in engine.held()
+    hints = fetch(f"{engine.url}/kvsteward/sessions")["hints"]
+    assert hints == {**before, "kept": before["kept"] + 1, "released": before["released"] + 1}

@@ -30,23 +30,29 @@ from kvsteward.context.layout import (
     cuts,
 )
 from kvsteward.context.marks import Marks
-from kvsteward.context.memory import collect, stands_in, values
+from kvsteward.context.memory import collect, firm, stands_in, values
 from kvsteward.context.plan import PLAN, TRACE, PlanRules, Room, after, carried
 from kvsteward.context.summary import Draft, verify
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ContextOverflowError
-from kvsteward.wire.chat import class_of, image_marks
+from kvsteward.wire.chat import PINNED_ROLES, class_of, image_marks
 
 Shorten = Callable[[Item, int], str | None]
 """Shortens an item's text to about so many tokens; None if it cannot."""
 
 MAX_FACTS, MAX_STUBS, MAX_REQUESTS = 1_000, 400, 200
 _HEADER = "[kvsteward] {dropped} earlier messages are condensed here. Nothing is lost: each hash names a full message."
-_REQUEST_SHARE, _MIN_BLOCK_TOKENS = 0.3, 160
+_REQUEST_SHARE, _EXTRACT_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.15, 160
 SUMMARY_SHARE = 0.3
-"""Of the condensed block."""
+"""Of the condensed block, for a summary that the engine writes; the extractive one has less to say."""
 _REQUEST_CHARS, _LABEL_CHARS = 600, 48
-_PLAN_HEADER = "Word for word, still to be followed:"
+_PLAN_HEADERS = {
+    "system": "From the system prompt, word for word:",
+    "developer": "From the developer, word for word:",
+    "user": "From the user, word for word:",
+    "assistant": "From the assistant (plan, to-do list, promises), word for word:",
+    "tool": "From tools (data), word for word:",
+}
 _LEFT = "Messages that left (hash, what it was, values in it):"
 _SLACK_TOKENS = 16
 _VALUE_TOKENS = 2
@@ -71,10 +77,11 @@ def compact(
     tools_tokens: int,
     shorten: Shorten,
     rules: PlanRules | None = None,
+    keep: Sequence[str] = (),
 ) -> View:
     """The view of the next epoch. `draft` is the engine's summary; where there is none, or it is not fit to be shown,
     an extractive one takes its place. Raises ContextOverflowError where even the last step of the ladder does not get
-    under `marks.hard`."""
+    under `marks.hard`. `keep` are patterns of values that stay."""
     rules = PlanRules() if rules is None else rules
     room_for_rules = Room.of(marks.budget)  # `scaled` leaves the budget as it is
     base = tools_tokens + sum(item.tokens for item in view.pinned) + estimator.text(ACKNOWLEDGEMENT) + 10
@@ -102,7 +109,7 @@ def compact(
         marks.hard - fixed - kept_tokens - _SLACK_TOKENS,
     )
     still = {h: t for h, t in view.epoch.overrides.items() if any(item.hash == h for item in kept)}
-    epoch = _condense(view, dropped, kept, draft, room, estimator, standing)
+    epoch = _condense(view, dropped, kept, draft, room, estimator, standing, keep)
     spoken = view.epoch.spoken
     epoch = replace(
         epoch,
@@ -124,7 +131,12 @@ def compact(
 
 
 def _plan_text(plan: Sequence[PlanItem]) -> str:
-    return "\n".join([_PLAN_HEADER, *(item.text for item in plan)]) if plan else ""
+    """The Plan, each text under the name of who said it: nothing becomes an order of somebody else."""
+    lines: list[str] = []
+    for role, header in _PLAN_HEADERS.items():
+        said = [item.text for item in plan if item.role == role or (role == "tool" and item.role not in _PLAN_HEADERS)]
+        lines += [header, *said] if said else []
+    return "\n".join(lines)
 
 
 def _plan_overflow(tokens: int, count: int, base: int, marks: Marks) -> ContextOverflowError:
@@ -154,8 +166,8 @@ def _cut(items: Sequence[Item], room_tokens: int, keep_rounds: int) -> int:
 def _squeeze(
     kept: Sequence[Item], room_tokens: int, estimator: Estimator, shorten: Shorten
 ) -> tuple[tuple[Item, ...], dict[str, str]]:
-    """Shortens the longest texts of what stays until it fits, tool results before others, never what the caller marked
-    as plan. Does not promise to."""
+    """Shortens the longest texts of what stays until it fits, tool results before others, never a system message or
+    what the caller marked as plan. Does not promise to."""
     items = list(kept)
     overrides: dict[str, str] = {}
     order = sorted(range(len(items)), key=lambda i: (_worth(items[i]), -items[i].tokens))
@@ -164,7 +176,7 @@ def _squeeze(
         if excess <= 0:
             break
         item = items[index]
-        if class_of(item.message) == PLAN:
+        if item.role in PINNED_ROLES or class_of(item.message) == PLAN:
             continue
         text = shorten(item, max(48, item.tokens - excess))
         if text is not None:
@@ -187,6 +199,7 @@ def _condense(
     room: int,
     estimator: Estimator,
     plan: Sequence[PlanItem] = (),
+    keep: Sequence[str] = (),
 ) -> Epoch:
     """The block and the state that the next compaction starts from. `plan` takes its own room."""
     plan_text = _plan_text(plan)
@@ -195,7 +208,9 @@ def _condense(
     labels = _labels((*dropped, *kept))
     requests = (*before.requests, *((i.depth, _said(i)) for i in dropped if i.role in {"user", "system", "developer"}))
     requests = requests[:1] + requests[1:][-MAX_REQUESTS:]
-    found = collect(dropped, before.facts, kept)
+    wanted = {fact.value: fact for fact in firm(dropped, before.facts, keep)}
+    others = (fact for fact in collect(dropped, before.facts, kept) if fact.value not in wanted)
+    found = [*wanted.values(), *others]
     facts = found[:MAX_FACTS]
     stubs = (*before.stubs, *(_stub(item, labels) for item in dropped if item.role != "user"))[-MAX_STUBS:]
     total = before.dropped + len(dropped)
@@ -206,7 +221,7 @@ def _condense(
     if asked:
         head += ["Asked so far, oldest first:", *asked]
     shown = "\n".join([plan_text, *head])
-    written, judged = _written(view, dropped, draft, found, plan, shown, int(room * SUMMARY_SHARE), estimator)
+    written, judged = _written(view, dropped, draft, found, plan, shown, room, estimator)
     if written:
         head += ["Summary:", written]
     text = "\n".join(head)
@@ -245,9 +260,11 @@ def _written(
     estimator: Estimator,
 ) -> tuple[str, Verdict | None]:
     """The summary that the block shows: the engine's if it stands the test, with lines for what came after it was
-    asked; else the extractive one. `found`: all facts, the first `MAX_FACTS` of which are kept in the table."""
+    asked; else the extractive one. `found`: all facts, the first `MAX_FACTS` of which are kept in the table; `room`:
+    the whole block's."""
+    extract_room, room = int(room * _EXTRACT_SHARE), int(room * SUMMARY_SHARE)
     if draft is None:
-        return _extract(view.epoch.summary, dropped, room, estimator), None
+        return _extract(view.epoch.summary, dropped, extract_room, estimator), None
     sources = [view.epoch.block, *(f"{i.text}\n{_arguments(i)}" for i in (*view.pinned, *view.items))]
     left = {item.hash for item in dropped}
     judged = verify(
@@ -262,7 +279,7 @@ def _written(
         estimator=estimator,
     )
     if judged.outcome == "replaced":
-        return _extract(view.epoch.summary, dropped, room, estimator), judged
+        return _extract(view.epoch.summary, dropped, extract_room, estimator), judged
     later = [item for item in dropped if item.depth > draft.through]
     rest = _extract("", later, max(32, room - estimator.text(judged.text)), estimator).splitlines() if later else []
     said = set(judged.text.splitlines())

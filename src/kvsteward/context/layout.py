@@ -121,6 +121,8 @@ class PlanItem:
     source: str
     """Hash of the entry that it stands in."""
     depth: int
+    role: str = "user"
+    """Who said it."""
 
 
 @dataclass(frozen=True, slots=True)

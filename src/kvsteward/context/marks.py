@@ -15,9 +15,11 @@ from math import inf, sqrt
 
 from kvsteward.context.hygiene import Hygiene
 from kvsteward.context.layout import View
+from kvsteward.context.patterns import compiled
 from kvsteward.context.plan import PlanRules
 from kvsteward.errors import ConfigError
 
+NO_LIMIT = 1 << 62
 _PREPARE_SHARE = 0.1
 """Of the way from the low to the high mark: what is left of it when the summary is asked for."""
 _LEAST_SPAN = 0.25
@@ -27,8 +29,8 @@ _LEAST_SPAN = 0.25
 @dataclass(frozen=True, slots=True)
 class Load:
     """What a session's turns are like. `growth_tokens`: what a turn adds; `fixed_tokens`: what stands in front and is
-    the same after a compaction; `miss_ratio`: how often a turn finds its cache gone; `block_tokens`: the condensed part,
-    None before there is one."""
+    the same after a compaction; `miss_ratio`: how often a turn finds its cache gone; `block_tokens`: the
+    condensed part, None before there is one."""
 
     growth_tokens: float
     fixed_tokens: int = 0
@@ -86,6 +88,14 @@ class Policy:
     """What stays word for word."""
     hygiene: Hygiene = field(default_factory=Hygiene)
     """What is kept out of the front of the prompt."""
+    keep: tuple[str, ...] = ()
+    """Regular expressions of values that the condensed part always keeps."""
+    compact: bool = True
+    """False: nothing is condensed; a conversation that does not fit is refused."""
+    reduce: bool = True
+    """False: nothing is shortened on entry."""
+    about: str = ""
+    """What the policy is for, in a sentence."""
 
     def __post_init__(self) -> None:
         if not 0 < self.low_water_ratio < self.high_water_ratio <= 1:
@@ -95,12 +105,15 @@ class Policy:
             )
         if self.summary not in {"engine", "extractive"}:
             raise ConfigError(f"summary must be 'engine' or 'extractive', not {self.summary!r}")
-        if self.keep_rounds < 1:
-            raise ConfigError("keep_rounds must be at least 1")
-        if self.selective is not None and not 0 < self.selective < 1:
-            raise ConfigError(f"selective must lie between 0 and 1, not {self.selective}")
-        if self.memory_price < 0:
-            raise ConfigError(f"memory_price must be 0 or more, not {self.memory_price}")
+        for pattern in self.keep:
+            compiled(pattern, "fact.keep")
+        for name, least in (("keep_rounds", 1), ("answer_tokens", 1), ("tool_limit_tokens", 32), ("memory_price", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, not {value}", param=name)
+        for name, share in (("block", self.block_ratio), ("selective", self.selective)):
+            if share is not None and not 0 < share < 1:
+                raise ConfigError(f"{name} is a share between 0 and 1, not {share}", param=name)
 
     def marks(self, budget_tokens: int, max_output_tokens: int | None, load: Load | None = None) -> Marks:
         """The marks for one turn. A request that wants a long answer gets an earlier high-water mark, and so does a
@@ -141,6 +154,10 @@ class Marks:
     def prepare(self) -> int:
         """Where the summary for the coming compaction is asked for at the latest."""
         return self.high - int((self.high - self.low) * _PREPARE_SHARE)
+
+    def unlimited(self) -> Marks:
+        """The same marks for messages of any length."""
+        return replace(self, tool_limit=NO_LIMIT, text_limit=NO_LIMIT)
 
     def scaled(self, factor: float) -> Marks:
         """The same marks in units of an estimate that is off by a known factor."""

@@ -12,11 +12,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import orjson
 
 from kvsteward.context.layout import Fact, Item
+from kvsteward.context.patterns import compiled
+from kvsteward.wire.chat import class_of, text_of
 
 MAX_VALUES = 400
 MAX_TEXT_CHARS = 200_000
@@ -134,6 +137,25 @@ def _leaves(arguments: Any) -> Iterable[str]:
             yield value
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield orjson.dumps(value).decode()
+
+
+FIRM, MAX_FIRM = 100.0, 200
+"""The score of a value that the caller or the policy wants kept, and how many of them there may be."""
+
+
+def firm(dropped: Sequence[Item], earlier: Iterable[Fact], patterns: Sequence[str]) -> list[Fact]:
+    """The values that stay whatever else does: those of messages that the caller marked as facts, and those that a
+    policy's patterns find; with those from before, newest last."""
+    found = {fact.value: fact for fact in earlier if fact.score >= FIRM}
+    wanted = [compiled(pattern, "fact.keep") for pattern in patterns]
+    for item in dropped:
+        text = text_of(item.said)[:MAX_TEXT_CHARS]
+        marked = values(text) if class_of(item.said) == "fact" else []
+        matched = [m.group() for pattern in wanted for m in islice(pattern.finditer(text), MAX_FIRM)]
+        for value in (*marked, *matched):
+            if 0 < len(value) <= 120 and "\n" not in value:
+                found.setdefault(value, Fact(value, item.hash, item.depth, FIRM))
+    return list(found.values())[-MAX_FIRM:]
 
 
 def collect(dropped: Sequence[Item], earlier: Iterable[Fact], recent: Sequence[Item]) -> list[Fact]:

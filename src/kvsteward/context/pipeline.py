@@ -127,8 +127,9 @@ def prepare(
     to fit."""
     prior = view.for_tools(known_for)
     tools_tokens = estimator.json(tools)
-    chosen = yield from _selected(prior, arrivals, marks, policy, estimator)
-    items, reductions = admit(prior, arrivals, marks, estimator, policy.plan, chosen)
+    limits = marks if policy.reduce else marks.unlimited()
+    chosen = yield from _selected(prior, arrivals, limits, policy, estimator)
+    items, reductions = admit(prior, arrivals, limits, estimator, policy.plan, chosen)
     items, note = _noted(prior, items, moved, estimator)
     view = prior.with_items(items)
     view = view if note is None else replace(view, moved=note.moved)
@@ -141,7 +142,9 @@ def prepare(
             view = view.counted(counted, known_for)
         else:
             tokens += doubt
-    if not force and not _must_compact(view, tokens, marks):
+    if not policy.compact and (force or tokens > marks.hard):
+        raise _no_window(tokens, marks)
+    if not policy.compact or (not force and not _must_compact(view, tokens, marks)):
         if tokens > marks.hard:
             raise _overflow(tokens, marks)
         return Prepared(view, tokens, exact, tuple(reductions), note=note, marks=marks)
@@ -210,6 +213,7 @@ def _compacted(
             tools_tokens,
             shorten,
             policy.plan,
+            policy.keep,
         )
         counted = yield Count(after.render())
         length = counted if counted is not None else int(after.estimate_tokens(tools_tokens) / correction)
@@ -237,11 +241,19 @@ def _overflow(tokens: int, marks: Marks) -> ContextOverflowError:
     )
 
 
+def _no_window(tokens: int, marks: Marks) -> ContextOverflowError:
+    return ContextOverflowError(
+        f"the conversation has {tokens} tokens, the budget of {marks.budget} leaves {marks.hard} for a prompt, and "
+        f"this policy condenses nothing",
+        hint="Begin a new session, give this one a larger budget, or use a policy that may condense.",
+    )
+
+
 def summary_due(view: View, tokens: int, marks: Marks, policy: Policy) -> bool:
     """Whether the next compaction is near, after a turn that left `tokens` in the view: a few more rounds like the
     newest would reach the high-water mark. What they bring stays verbatim at the compaction, so that a summary of all
     before them, asked now, covers what will leave."""
-    if policy.summary != "engine" or len(view.items) < 2 or tokens > marks.budget:
+    if not policy.compact or policy.summary != "engine" or len(view.items) < 2 or tokens > marks.budget:
         return False
     recent, rounds = 0, 0
     for item in reversed(view.items):

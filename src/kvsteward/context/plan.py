@@ -137,7 +137,7 @@ def after(
             plan = [p for p in plan if p.kind != "promise" or not _reported(p.text, said)]
         for kind, text in plan_of(item.said, first=not spoken and item.role == "user", room=room, rules=rules):
             plan = [p for p in plan if p.text != text and not (kind in SUPERSEDED and p.kind == kind)]
-            plan.append(PlanItem(text, kind, item.hash, item.depth))
+            plan.append(PlanItem(text, kind, item.hash, item.depth, item.role))
         spoken = spoken or item.role == "user"
         plan = _bounded(plan, room, rules)
     return tuple(plan)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -18,7 +18,7 @@ from kvsteward.engines.llama import LlamaServerEngine
 from kvsteward.engines.openai import OpenAIEngine, Overrides
 from kvsteward.engines.scripted import ScriptedEngine, ScriptedOptions
 from kvsteward.engines.sglang import SglangEngine
-from kvsteward.engines.vllm import VllmEngine
+from kvsteward.engines.vllm import Hints, VllmEngine
 from kvsteward.errors import ConfigError, EngineError, EngineUnavailableError
 
 Kind = Literal["embedded", "llama-server", "vllm", "sglang", "openai", "scripted", "auto"]
@@ -47,6 +47,8 @@ class EngineSpec:
     host_cache_mib: int = 0
     connect_timeout_s: float = 5.0
     idle_read_timeout_s: float = 600.0
+    hints: Hints = "auto"
+    """vLLM: whether its connector is told of sessions."""
 
 
 def create_engine(spec: EngineSpec) -> Engine:
@@ -59,7 +61,7 @@ def create_engine(spec: EngineSpec) -> Engine:
         raise ConfigError("the engine's kind is not known yet", hint="Name it, or let 'resolve' ask the URL.")
     makers: dict[str, Callable[[HttpOptions, Overrides], Engine]] = {
         "openai": OpenAIEngine,
-        "vllm": VllmEngine,
+        "vllm": lambda http, said: VllmEngine(http, said, hints=spec.hints),
         "sglang": SglangEngine,
         "llama-server": lambda http, said: LlamaServerEngine(http, said, kv_unified=spec.kv_unified),
     }
@@ -75,11 +77,7 @@ async def resolve(spec: EngineSpec) -> Engine:
     if spec.url is None:
         return _embedded(spec)
     options = _http_options(spec)
-    makers = {"openai": OpenAIEngine, "vllm": VllmEngine, "sglang": SglangEngine}
-    kind = await detect(options)
-    if kind == "llama-server":
-        return LlamaServerEngine(options, _overrides(spec), kv_unified=spec.kv_unified)
-    return makers[kind](options, _overrides(spec))
+    return create_engine(replace(spec, kind=await detect(options)))
 
 
 async def detect(options: HttpOptions, *, within_s: float = _DETECT_LIMIT_S) -> Kind:

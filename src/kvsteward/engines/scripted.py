@@ -90,6 +90,8 @@ class ScriptedOptions:
     imitates: Imitated = "vllm"
     """Whose error shapes and habits it has. As llama-server, a request that is not streamed outlives its client."""
     name: str = "scripted"
+    hints: bool = False
+    """As vLLM, it has kvsteward's connector and its endpoint plug-in: what it is told is in `notes`."""
     model: str = "scripted"
     kv_capacity_tokens: int = 16_384
     block_tokens: int = 16
@@ -135,6 +137,8 @@ class ScriptedEngine(Engine):
         self.name = self.options.name
         self.requests: deque[EngineRequest] = deque(maxlen=_KEPT_REQUESTS)
         """What was asked of it, oldest first."""
+        self.notes: deque[tuple[str, str, Mapping[str, Any]]] = deque(maxlen=_KEPT_REQUESTS)
+        """(session, "note" or "release", what was said) of each word to its endpoint plug-in."""
         self.preemptions_total = 0
         self.prefix_queried_tokens_total = 0
         self.prefix_hit_tokens_total = 0
@@ -199,6 +203,10 @@ class ScriptedEngine(Engine):
     async def check(self) -> None:
         if self._closed:
             raise EngineUnavailableError("the scripted engine is closed")
+
+    def held_blocks(self) -> dict[str, int]:
+        """Cached blocks by the session that left them; shared ones count for each."""
+        return {session: self.pool.known(hashes) for session, hashes in self._session_blocks.items()}
 
     def active_sessions(self) -> list[str | None]:
         """The session id of each request that the engine works on, its zombies included."""

@@ -83,6 +83,10 @@ class BlockPool:
                     self._free.append(block)
         table.blocks.clear()
 
+    def known(self, hashes: Sequence[int]) -> int:
+        """Cached blocks of this content that nobody uses."""
+        return sum(self._block_of.get(name) in self._cached for name in hashes)
+
     def forget(self, hashes: Sequence[int]) -> int:
         """Drops cached blocks of this content that nobody uses. Returns how many."""
         blocks = [b for b in (self._block_of.get(h) for h in hashes) if b is not None and b in self._cached]

@@ -164,9 +164,34 @@ def _vllm_routes(engine: ScriptedEngine) -> list[BaseRoute]:
         "info": f"vllm:cache_config_info{{{info}}} 1.0",
     }
     return [
+        *(_connector_routes(engine) if engine.options.hints else []),
         Route("/version", _saying({"version": "0.32.0"})),
         Route("/metrics", _metrics(engine, names)),
         Route("/tokenize", _counter(engine, lambda n: {"count": n, "tokens": []}), methods=["POST"]),
+    ]
+
+
+def _connector_routes(engine: ScriptedEngine) -> list[BaseRoute]:
+    """kvsteward's endpoint plug-in (`kv/vllm/endpoint.py`), as far as a gateway reads it."""
+
+    async def sessions(_: Request) -> Response:
+        size = engine.options.block_tokens
+        held = {session: blocks for session, blocks in engine.held_blocks().items() if blocks}
+        data = [{"session": s, "blocks": n, "tokens": n * size, "idle_s": 0.0} for s, n in held.items()]
+        total = sum(held.values())
+        totals = {"sessions": len(held), "blocks": total, "tokens": total * size}
+        return JSONResponse({"connector": "kvsteward", "version": 1, "totals": totals, "data": data})
+
+    async def note(request: Request) -> Response:
+        session, verb = request.path_params["session"], request.path_params["verb"]
+        engine.notes.append((session, verb, _object(await request.body())))
+        if verb == "release":
+            await engine.release_session(session)
+        return JSONResponse({"session": session, "object": "session.noted", "heard": True})
+
+    return [
+        Route("/kvsteward/sessions", sessions),
+        Route("/kvsteward/sessions/{session:path}/{verb}", note, methods=["POST"]),
     ]
 
 

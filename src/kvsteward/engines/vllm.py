@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+from urllib.parse import quote
 
 import orjson
 
-from kvsteward.engines.base import EngineInfo, EngineLoad, EngineRequest
+from kvsteward.engines.base import EngineInfo, EngineLoad, EngineRequest, Held, Keep
+from kvsteward.engines.http import HttpOptions
 from kvsteward.engines.metrics import VLLM, parse_load, parse_vllm_cache_config
-from kvsteward.engines.openai import OpenAIEngine, poll_until
+from kvsteward.engines.openai import OpenAIEngine, Overrides, poll_until
+from kvsteward.errors import EngineError
+from kvsteward.wire.hints import FIELD, VERSION, keeping, pausing, with_hint
 
 _TEMPLATE_FIELDS = (
     "model",
@@ -31,17 +35,29 @@ _TEMPLATE_FIELDS = (
 
 
 _MAX_LOGPROB_BYTES = 16 * 2**20
+Hints = Literal["auto", "on", "off"]
+_SESSIONS = "/kvsteward/sessions"
 
 
 class VllmEngine(OpenAIEngine):
-    """vLLM by URL. Without its `/metrics`, capacity and load are None and a release cannot be confirmed."""
+    """vLLM by URL. Without its `/metrics`, capacity and load are None and a release cannot be confirmed.
+
+    Hints go to kvsteward's connector only. `auto`: where its endpoint plug-in answers. `on`: the user says that it is
+    there; without the plug-in, notes are requests of one token."""
 
     dialect: ClassVar[str] = "vllm"
     health_path: ClassVar[str] = "/health"
     gives_prompt_logprobs: ClassVar[bool] = True
 
+    def __init__(self, options: HttpOptions, overrides: Overrides | None = None, *, hints: Hints = "auto") -> None:
+        super().__init__(options, overrides)
+        self._hints = hints
+        self._plugged = False
+
     async def _discover(self) -> EngineInfo:
         info = await super()._discover()
+        self._plugged = self._hints != "off" and await self._listed() is not None
+        self.takes_hints = self._hints == "on" or self._plugged
         _, version = await self._client.get_json("/version")
         cache = parse_vllm_cache_config(await self._client.get_text("/metrics") or "")
         dtype = None if cache.dtype == "auto" else cache.dtype
@@ -80,6 +96,52 @@ class VllmEngine(OpenAIEngine):
     async def confirm_released(self, request_id: str, *, within_s: float) -> bool:
         """True once vLLM works on no more requests than we have open. If others use it too, that may never be."""
         return await poll_until(self._has_no_stranger, within_s)
+
+    def hint_fields(self, keep: Keep, sent: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not self.takes_hints:
+            return {}
+        params = with_hint(sent.get("kv_transfer_params"), keeping(keep.ttl_s, keep.priority))
+        return {} if params is None else {"kv_transfer_params": params}
+
+    async def note_pause(self, session_id: str, keep: Keep, tools: Sequence[str]) -> None:
+        said = {**keeping(keep.ttl_s, keep.priority), **pausing(tools)}
+        if self.takes_hints and not await self._note(session_id, "note", said):
+            raise EngineError(f"the engine at {self.name} did not take a note")
+
+    async def release_session(self, session_id: str, *, moved: bool = False) -> bool:
+        if not self.takes_hints:
+            return False
+        if self._plugged:
+            return await self._note(session_id, "release", {"moved": moved})
+        return await self._note(session_id, "note", {"final": True, "moved": moved})
+
+    async def held(self) -> Held | None:
+        listed = await self._listed() if self._plugged else None
+        if listed is None:
+            return None
+        sessions = {str(one["session"]): (int(one["blocks"]), int(one["tokens"])) for one in listed["data"]}
+        return Held(sessions, int(listed["totals"]["blocks"]), int(listed["totals"]["tokens"]))
+
+    async def _note(self, session_id: str, verb: str, hint: Mapping[str, Any]) -> bool:
+        """To the plug-in, or as a request of one token, which waits in the engine's queue."""
+        if self._plugged:
+            status, _ = await self._client.post_json(f"{_SESSIONS}/{quote(session_id, safe='')}/{verb}", hint)
+            return status == 200
+        body = {
+            "model": next(iter(self.info.models), ""),
+            "messages": [{"role": "user", "content": "-"}],
+            "max_tokens": 1,
+            "session_id": session_id,
+            "kv_transfer_params": {FIELD: {"version": VERSION, "note": True, **hint}},
+        }
+        status, _ = await self._client.post_json("/v1/chat/completions", body)
+        return status == 200
+
+    async def _listed(self) -> dict[str, Any] | None:
+        """What the endpoint plug-in says; None where there is none, or no connector behind it."""
+        status, listed = await self._client.get_json(_SESSIONS)
+        known = status == 200 and isinstance(listed, dict) and listed.get("connector") == FIELD
+        return listed if known and listed.get("version") == VERSION else None
 
     def _stamp(self, request: EngineRequest) -> Mapping[str, str]:
         stamped = dict(request.headers)

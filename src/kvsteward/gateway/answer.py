@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -44,6 +45,8 @@ class AnswerLog:
         self._drafted_s = steward.now()
         self._writing: asyncio.Task[None] | None = None
         self.reader = AnswerReader()
+        self.called: tuple[str, ...] = ()
+        """The tools that the answer calls."""
         self._ended = False
 
     def maybe_draft(self, now: float) -> None:
@@ -83,6 +86,7 @@ class AnswerLog:
         desk, view, session = self._steward.desk, self.prepared.view, self.resolved.session
         if message is None:
             return
+        self.called = called(message)
         estimate = desk.estimator.message(message)
         spent, usage = usage, self.view_usage or usage
         tokens = usage.output_tokens if usage and usage.output_tokens else estimate
@@ -119,6 +123,12 @@ def again_tokens(resolved: Resolved, prepared: Prepared, usage: Usage | None) ->
     arrived = {a.hash for a in resolved.arrivals}
     fresh = sum(i.tokens for i in (*prepared.view.pinned, *prepared.view.items) if i.hash in arrived)
     return max(0, usage.new_tokens - fresh)
+
+
+def called(message: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the functions that an answer calls."""
+    functions = [call.get("function") for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    return tuple(str(function["name"]) for function in functions if isinstance(function, dict) and function.get("name"))
 
 
 async def streamed(steward: Steward, exchange: Exchange, turn: Turn, reply: EngineReply, log: AnswerLog) -> None:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
+from itertools import count
 from statistics import median
 from typing import Any
 
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvsteward.context.marks import Policy
 from kvsteward.context.pipeline import Prepared
-from kvsteward.engines.base import Engine, EngineInfo
+from kvsteward.engines.base import Engine, EngineInfo, Keep
 from kvsteward.errors import (
     EngineError,
     EngineUnavailableError,
@@ -52,6 +53,11 @@ DEFAULT_BUDGET_TOKENS = 8_192
 _SAMPLES = 900
 _LOAD_LIMIT_S = 5.0
 _WATCH_EVERY_S = 1.0
+_HELD_EVERY = 5
+"""Readings of an engine for one of what its sessions hold."""
+_MAX_NOTES = 64
+_NOTE_LIMIT_S = 2.0
+_RELEASES = 8
 _SHOWN_SESSIONS = 24
 _MAX_REQUEST_ID_CHARS = 128
 
@@ -71,6 +77,7 @@ class Steward:
         self.cached_tokens_total = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ended: dict[str, Counter] = {}
+        self._notes = 0
 
     @staticmethod
     def now() -> float:
@@ -129,9 +136,9 @@ class Steward:
         """The engine of a turn; its session is bound to it. Raises OverloadedError where none can take it."""
         session = resolved.session
         before = self.fleet.station_of(session.id, session.engine)
-        station = self.fleet.route(session.id, session.engine, model, avoid)
+        station, reason = self.fleet.route(session.id, session.engine, model, avoid)
         if before is not None and before is not station:
-            log.info("%s goes on at %s, no longer at %s", session.id, station.name, before.name)
+            log.info("%s goes on at %s: %s", session.id, station.name, reason)
             self.let_go(before, session.id)
         if session.engine != station.name:
             resolved = replace(resolved, session=replace(session, engine=station.name))
@@ -218,6 +225,26 @@ class Steward:
         estimate = estimator.json(done.request.tools) + sum(estimator.message(m) for m in prepared.view.render())
         self.desk.estimator = estimator.observed(estimate, usage.prompt_tokens)
 
+    def note_pause(self, engine: Engine, session_id: str, keep: Keep, tools: Sequence[str]) -> None:
+        """Tells an engine that takes hints what a session waits for. Nobody waits for it, and under load it is left
+        out: a note that is late is worth nothing."""
+        if self._notes >= _MAX_NOTES:
+            self.telemetry.notes.labels("dropped").inc()
+            return
+        self._notes += 1
+        self._spawn(self._note(engine, session_id, keep, tools))
+
+    async def _note(self, engine: Engine, session_id: str, keep: Keep, tools: Sequence[str]) -> None:
+        try:
+            async with asyncio.timeout(_NOTE_LIMIT_S):
+                await engine.note_pause(session_id, keep, tools)
+            self.telemetry.notes.labels("sent").inc()
+        except (EngineError, TimeoutError) as error:
+            self.telemetry.notes.labels("failed").inc()
+            log.warning("could not tell the engine what %s waits for: %s", session_id, error)
+        finally:
+            self._notes -= 1
+
     def watch_release(self, request_id: str, engine: Engine) -> None:
         """A client left: makes sure that the engine let go."""
         self._spawn(self._confirm(request_id, engine))
@@ -246,8 +273,8 @@ class Steward:
         expired = await self.desk.call(
             self.desk.store.sweep, now=self.wall(), log_retention_s=self.settings.log_retention_s
         )
-        for session in expired:
-            await self.give_back(session)
+        for start in range(0, len(expired), _RELEASES):
+            await asyncio.gather(*map(self.give_back, expired[start : start + _RELEASES]))
         return len(expired)
 
     async def give_back(self, session: Session) -> None:
@@ -258,12 +285,13 @@ class Steward:
         self.fleet.forget(session.id)
         if station is not None:
             station.residency.release(session.id)
-            await self._release(station, session.id)
+            if station.up:
+                await self._release(station, session.id)
 
     async def _watch(self, station: Station) -> None:
         """Reads an engine once a second: what it does, and whether it is there."""
         missed = not station.up
-        while True:
+        for reading in count():
             try:
                 async with asyncio.timeout(_LOAD_LIMIT_S):
                     load = await station.engine.load()
@@ -273,6 +301,8 @@ class Steward:
                     self._learn(station, await station.engine.start())
                 station.read(load)
                 missed = False
+                if reading % _HELD_EVERY == 0:
+                    station.held = await station.engine.held()
             except (EngineError, TimeoutError) as error:
                 missed, was_up = True, station.up
                 station.failed(str(error) or "no answer in time", surely=isinstance(error, EngineUnavailableError))

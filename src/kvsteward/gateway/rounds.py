@@ -62,4 +62,4 @@ def round_body(steward: Steward, turn: Turn, prepared: Prepared, more: Sequence[
     room = max(16, prepared.marks.budget - prepared.tokens - used)
     output = min(request.max_output_tokens or room, room)
     messages = for_engine(turn.at.info, [*prepared.view.render(), *more])
-    return encode(request, messages=messages, stream=True, max_tokens=output)
+    return encode(request, messages=messages, stream=True, max_tokens=output, fields=turn.fields)

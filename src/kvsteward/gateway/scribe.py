@@ -45,7 +45,7 @@ _SHAPING = frozenset(
     {
         *("messages", "n", "stop", "seed", "stream_options", "max_tokens", "max_completion_tokens", "logprobs"),
         *("top_logprobs", "response_format", "grammar", "json_schema", "guided_json", "guided_regex"),
-        *("structured_outputs", "parallel_tool_calls", "metadata", "store"),
+        *("structured_outputs", "parallel_tool_calls", "metadata", "store", "kv_transfer_params"),
     }
 )
 """Fields of a request that shape its answer, not its prompt."""
@@ -86,7 +86,7 @@ class Scribe:
             return
         if not summary_due(view, view.known_tokens, marks, policy):
             return
-        if len(self._tasks) >= steward.settings.summaries_at_once or at.gate.pool.waiting:
+        if len(self._tasks) >= steward.settings.summaries_at_once or at.draining or at.gate.pool.waiting:
             self._count("skipped")
             return
         work = _Work(session_id, at, request, view, marks, policy)

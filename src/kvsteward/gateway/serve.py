@@ -14,8 +14,10 @@ from typing import cast, get_args
 import uvicorn
 
 from kvsteward.context.marks import Policy
+from kvsteward.context.policies import load_policy, with_options
 from kvsteward.engines.base import Engine
 from kvsteward.engines.registry import EngineSpec, Kind, create_engine, resolve
+from kvsteward.engines.vllm import Hints
 from kvsteward.errors import ConfigError, EngineUnavailableError
 from kvsteward.gateway.app import create_app
 from kvsteward.gateway.cork import CorkedProtocol
@@ -44,16 +46,18 @@ class ServeOptions:
     mode: str
     ttl_s: float
     log_days: float
-    high_water: float
-    low_water: float
-    memory_price: float
-    keep_rounds: int
+    policy: str | None
+    high_water: float | None
+    low_water: float | None
+    memory_price: float | None
+    keep_rounds: int | None
     tool_limit: int | None
-    summary: str
+    summary: str | None
     selective: float | None
     max_body_mib: int
     recall: bool
     tenants: Path | None
+    hints: str = "auto"
 
 
 def settings_of(options: ServeOptions) -> Settings:
@@ -61,7 +65,8 @@ def settings_of(options: ServeOptions) -> Settings:
     return Settings(
         mode=cast("Mode", options.mode),
         budget_tokens=options.budget,
-        policy=Policy(
+        policy=with_options(
+            load_policy(options.policy) if options.policy else Policy(),
             high_water_ratio=options.high_water,
             low_water_ratio=options.low_water,
             memory_price=options.memory_price,
@@ -80,6 +85,8 @@ def settings_of(options: ServeOptions) -> Settings:
 
 def engine_specs(options: ServeOptions) -> list[EngineSpec]:
     """Raises ConfigError for an engine that cannot be, or is given twice."""
+    if options.hints not in get_args(Hints):
+        raise ConfigError(f"--hints must be one of {', '.join(get_args(Hints))}, not {options.hints!r}")
     specs = [engine_spec(options, engine) for engine in options.engines]
     places = [spec.url.rstrip("/").removesuffix("/v1") if spec.url else spec.kind for spec in specs]
     twice = next((place for place in places if places.count(place) > 1), None)
@@ -111,6 +118,7 @@ def engine_spec(options: ServeOptions, engine: str) -> EngineSpec:
         threads=options.threads,
         k_type=k_type,
         v_type=v_type or k_type,
+        hints=cast("Hints", options.hints),
     )
 
 

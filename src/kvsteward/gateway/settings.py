@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from kvsteward.context.marks import Policy
+from kvsteward.context.policies import load_policy
 from kvsteward.engines.base import EngineInfo
 from kvsteward.errors import ConfigError
 from kvsteward.policy.admission import Limits
@@ -97,7 +98,7 @@ def load_tenants(path: Path) -> dict[str, Tenant]:
     """API keys from a YAML file:
 
         tenants:
-          support: {api_key: sk-1, mode: managed, ttl_s: 600, budget_tokens: 8192, class: interactive}
+          support: {api_key: sk-1, mode: managed, ttl_s: 600, budget_tokens: 8192, class: interactive, policy: support}
           operators: {api_key: sk-2, admin: true}
 
     Raises ConfigError that names the tenant and the field."""
@@ -120,7 +121,7 @@ def load_tenants(path: Path) -> dict[str, Tenant]:
 def _tenant(name: str, values: Any, path: Path) -> tuple[str, Tenant]:
     if not isinstance(values, dict) or not isinstance(values.get("api_key"), str):
         raise ConfigError(f"{path}: tenant {name!r} needs an api_key")
-    unknown = set(values) - {"api_key", "mode", "ttl_s", "budget_tokens", "class", "admin"}
+    unknown = set(values) - {"api_key", "mode", "ttl_s", "budget_tokens", "policy", "class", "admin"}
     if unknown:
         raise ConfigError(f"{path}: tenant {name!r} has unknown settings: {', '.join(sorted(unknown))}")
     mode = values.get("mode", "managed")
@@ -131,5 +132,12 @@ def _tenant(name: str, values: Any, path: Path) -> tuple[str, Tenant]:
         raise ConfigError(f"{path}: tenant {name!r}: class must be one of {', '.join(WEIGHTS)}")
     if not isinstance(admin, bool):
         raise ConfigError(f"{path}: tenant {name!r}: admin must be true or false")
+    named = values.get("policy")
+    if named is not None and not isinstance(named, str):
+        raise ConfigError(f"{path}: tenant {name!r}: policy must name a preset or a file")
+    try:
+        policy = load_policy(named, path.parent) if named else None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: tenant {name!r}: {error.message}", hint=error.hint) from None
     ttl_s, budget_tokens = values.get("ttl_s"), values.get("budget_tokens")
-    return values["api_key"], Tenant(name, mode, ttl_s, budget_tokens, priority=priority, admin=admin)
+    return values["api_key"], Tenant(name, mode, ttl_s, budget_tokens, policy, priority, admin)

@@ -67,6 +67,12 @@ class Telemetry:
             "Requests that the engine went on with after their client had left",
             registry=r,
         )
+        self.notes = Counter(
+            "kvsteward:notes",
+            "Notes to the engine of what a session waits for, by what became of them",
+            ["outcome"],
+            registry=r,
+        )
         self.running = Gauge("kvsteward:turns_running", "Turns that the engine works on", registry=r)
         self.waiting = Gauge("kvsteward:turns_waiting", "Turns that wait for KV budget", registry=r)
         self.sessions = Gauge("kvsteward:sessions", "Sessions by state", ["state"], registry=r)

@@ -21,7 +21,7 @@ from kvsteward.context.marks import Marks, load_of
 from kvsteward.context.pipeline import Count, Prepared, prepare
 from kvsteward.context.recall import with_room
 from kvsteward.context.selective import Pieces, Score
-from kvsteward.engines.base import EngineRequest
+from kvsteward.engines.base import EngineRequest, Keep
 from kvsteward.errors import (
     ContextOverflowError,
     EngineError,
@@ -39,6 +39,8 @@ from kvsteward.gateway.rounds import recalled
 from kvsteward.gateway.settings import Tenant
 from kvsteward.gateway.upstream import MAX_ERROR_BYTES, PATH, check_accepted, collected, for_engine, read_all
 from kvsteward.policy.admission import Demand
+from kvsteward.policy.retention import WEIGHTS
+from kvsteward.sessions.base import Session
 from kvsteward.wire.chat import PINNED_ROLES, ChatRequest, encode, has_images, parse_chat, with_tools
 from kvsteward.wire.identity import identify
 
@@ -81,6 +83,13 @@ class Turn:
     tools_sent: Any = None
     tools: Any = None
     """The client's tools as they came, and as the engine is shown them."""
+    keep: Keep | None = None
+    """What an engine that takes hints is told of the session."""
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """What goes into the body for this engine only."""
+        return {} if self.keep is None else self.at.engine.hint_fields(self.keep, self.request.body)
 
     def step(self, state: str) -> None:
         if state not in LIFE[self.state]:
@@ -187,6 +196,7 @@ async def tried_once(steward: Steward, exchange: Exchange, turn: Turn, resolved:
     """The turn on the engine that it was routed to. Raises Condense where that may help."""
     check_modalities(turn)
     session_id = resolved.session.id
+    turn.keep = keep_of(exchange, turn, resolved.session)
     async with steward.desk.lock(session_id):
         prepared = await prepared_turn(steward, turn, resolved, force=force)
     turn.step("prepared")
@@ -291,7 +301,8 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
     room = prepared.marks.budget - prepared.tokens
     output = min(request.max_output_tokens or room, room)
     cap = output if steward.must_cap_output(request, prepared, turn.at.info) else None
-    body = encode(request, messages=for_engine(turn.at.info, prepared.view.render()), stream=stream, max_tokens=cap)
+    messages = for_engine(turn.at.info, prepared.view.render())
+    body = encode(request, messages=messages, stream=stream, max_tokens=cap, fields=turn.fields)
     extra = recall.room_tokens(prepared) if turn.recall else 0
     demand = Demand(
         prepared.tokens + extra, max(1, min(output, room - extra)), returning=turn.at.residency.of(session_id) > 0
@@ -320,9 +331,20 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
         raise
     turn.step("done")
     if log.view_after is not None:  # only now is the room of this turn free again
-        steward.scribe.after_turn(
-            session_id, turn.at, request, log.view_after, prepared.marks, steward.policy(turn.tenant)
+        policy = steward.policy(turn.tenant)
+        steward.scribe.after_turn(session_id, turn.at, request, log.view_after, prepared.marks, policy)
+    if turn.keep is not None and log.called:
+        steward.note_pause(turn.at.engine, session_id, turn.keep, log.called)
+
+
+def keep_of(exchange: Exchange, turn: Turn, session: Session) -> Keep | None:
+    """What is known of the session; None where the engine does not want to know. Raises UnsupportedError."""
+    asked = exchange.headers.get("x-kvsteward-class", turn.tenant.priority)
+    if asked not in WEIGHTS:
+        raise UnsupportedError(
+            f"X-KVSteward-Class must be one of {', '.join(WEIGHTS)}, not '{asked}'", param="X-KVSteward-Class"
         )
+    return Keep(session.ttl_s, asked) if turn.at.engine.takes_hints else None
 
 
 def saved_tokens(resolved: Resolved, prepared: Prepared) -> int:
@@ -345,7 +367,7 @@ async def passthrough(steward: Steward, exchange: Exchange, turn: Turn, raw: byt
     turn.step("waiting")
     tried = set[str]()
     while True:
-        turn.at = steward.fleet.route(None, None, turn.request.model, tried)
+        turn.at, _ = steward.fleet.route(None, None, turn.request.model, tried)
         with steward.fleet.visit(turn.at, None):
             try:
                 await passed(exchange, turn, raw)

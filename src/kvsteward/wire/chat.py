@@ -58,6 +58,7 @@ def parse_chat(raw: bytes) -> ChatRequest:
     """Raises ProtocolError, naming the field, for anything that no engine could understand."""
     body = parse_object(raw)
     messages = _messages(body.get("messages"))
+    _check_depth(body)
     model = body.get("model", "")
     if not isinstance(model, str):
         raise ProtocolError("'model' must be a string", param="model")
@@ -85,6 +86,16 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ProtocolError(f"the body must be a JSON object, not {type(body).__name__}", hint="Send a JSON object.")
     return body
+
+
+def _check_depth(body: Mapping[str, Any]) -> None:
+    """Raises ProtocolError for what is nested so deeply that it could be read but not written again (255 levels)."""
+    rest = [value for name, value in body.items() if name != "messages"]
+    inside = [value for message in body["messages"] for value in message.values() if not isinstance(value, str)]
+    try:
+        orjson.dumps([rest, [[inside]]])  # two levels more than they have in the body, so that there is room for ours
+    except TypeError as error:
+        raise ProtocolError(f"the body cannot be passed on: {error}", hint="Nest at most 250 levels deep.") from None
 
 
 def _check_limits(body: Mapping[str, Any]) -> None:
@@ -226,6 +237,7 @@ def encode(
     stream: bool | None = None,
     max_tokens: int | None = None,
     model: str | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> bytes:
     """The body for the engine: the client's, with the named parts replaced. A stream always reports its usage."""
     body = {k: v for k, v in request.body.items() if k not in OWN_FIELDS}
@@ -233,6 +245,8 @@ def encode(
     if isinstance(metadata, dict) and OWN_FIELD in metadata:
         rest = {k: v for k, v in metadata.items() if k != OWN_FIELD}
         body = {**body, "metadata": rest} if rest else {k: v for k, v in body.items() if k != "metadata"}
+    if fields:
+        body.update(fields)
     if messages is not None:
         body["messages"] = messages
     if model is not None:

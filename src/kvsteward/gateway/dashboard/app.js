@@ -347,12 +347,12 @@ function drawCharts() {
 
 // -- the list of sessions -----------------------------------------------------------------------------------------
 
-const COLUMNS = ["turns", "resident", "view", "log", "saved", "age", "ttl"];
-const LABELS = { turns: "Turns", resident: "Resident", view: "View", log: "Log", saved: "Saved", age: "Age", ttl: "TTL left" };
+const COLUMNS = ["turns", "resident", "held", "view", "log", "saved", "age", "ttl"];
+const LABELS = { turns: "Turns", resident: "Resident", held: "Idle in engine", view: "View", log: "Log", saved: "Saved", age: "Age", ttl: "TTL left" };
 
 function newRow(session) {
   const button = make("button", { type: "button", class: "pick" }, make("span", { class: "swatch" }), make("span", { class: "name" }));
-  const cells = Object.fromEntries(COLUMNS.map((name) => [name, make("td", { class: "n", "data-label": LABELS[name] })]));
+  const cells = Object.fromEntries(COLUMNS.map((name) => [name, make("td", { class: name === "held" ? "n held" : "n", "data-label": LABELS[name] })]));
   const status = make("td", { class: "state" });
   const row = make("tr", {}, make("th", { scope: "row" }, button), status, ...Object.values(cells));
   row.addEventListener("click", () => select(session.id));
@@ -377,6 +377,7 @@ function fillRow(parts, session, now) {
   status.dataset.state = session.state;
   put(cells.turns, count(session.turns));
   put(cells.resident, count(session.tokens_resident));
+  put(cells.held, count(session.engine_tokens));
   put(cells.view, count(session.tokens_in_view));
   put(cells.log, count(session.tokens_in_log));
   put(cells.saved, count(session.tokens_saved));
@@ -387,6 +388,7 @@ function fillRow(parts, session, now) {
 /** Newest first by birth, so that no row jumps while it is read; rows are kept, so that focus stays. */
 function drawSessions() {
   const { sessions, now_s: now } = state.memory;
+  document.body.toggleAttribute("data-held", sessions.some((session) => session.engine_tokens !== null));
   const order = [...sessions].sort((a, b) => b.created_s - a.created_s || (a.id < b.id ? -1 : 1));
   const alive = new Set(order.map((session) => session.id));
   for (const [id, parts] of state.rows) if (!alive.has(id)) { parts.row.remove(); state.rows.delete(id); }
@@ -421,6 +423,12 @@ function select(id, fresh = false) {
 
 const found = (id) => state.memory && state.memory.sessions.find((session) => session.id === id);
 
+/** Where its KV is, as far as this key may see it. */
+function where(session) {
+  if (!session.engine) return "";
+  return ` · ${session.engine}${session.engine_blocks === null ? "" : `, ${count(session.engine_blocks)} idle blocks`}`;
+}
+
 function drawDetail() {
   const chosen = state.selected;
   if (!chosen) return;
@@ -429,7 +437,7 @@ function drawDetail() {
   const again = session && session.compactions
     ? ` · ${count(session.compactions)} compactions, ${count(session.tokens_prefilled_again)} tokens prefilled again` : "";
   put("detail-sub", session
-    ? `${cut(session.id, 40)} · ${session.state} · view ${count(session.tokens_in_view)} of ${count(session.tokens_in_log)} tokens${again}`
+    ? `${cut(session.id, 40)} · ${session.state} · view ${count(session.tokens_in_view)} of ${count(session.tokens_in_log)} tokens${where(session)}${again}`
     : "new session");
   if (session && !state.chat && `${session.head} ${session.state}` !== chosen.seen) refresh();
 }

@@ -26,12 +26,14 @@ class Block(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """Free blocks of one owner, the next to go first. `used`: a later request took some of them."""
+    """Free blocks of one owner, the next to go first. `used`: a later request took some of them. `over`: released, it
+    goes before all others."""
 
     number: int
     owner: str
     blocks: dict[int, Block] = field(default_factory=dict)
     used: bool = False
+    over: bool = False
 
 
 Rank = Callable[[Mapping[int, Run]], Iterable[int]]
@@ -142,6 +144,16 @@ class FreeList:
             else:
                 self._owner[block_id] = owner
 
+    def release(self, owner: str, *, over: bool = True) -> int:
+        """What this owner left goes first from now on, whatever the order says. Returns its blocks. `over` False takes
+        that back."""
+        runs = [run for run in self._runs.values() if run.owner == owner]
+        for run in runs:
+            run.over = over
+        if runs:
+            self.outdate()
+        return sum(len(run.blocks) for run in runs)
+
     @property
     def runs(self) -> Mapping[int, Run]:
         return self._runs
@@ -156,7 +168,7 @@ class FreeList:
         named = self._ask()
         known = [number for number in named if number in self._runs]
         rest = self._runs.keys() - set(known)
-        self._order = [*known, *sorted(rest)]
+        self._order = sorted([*known, *sorted(rest)], key=lambda number: not self._runs[number].over)
         self._order.reverse()
 
     def clear(self) -> None:

@@ -7,12 +7,16 @@
         "final": true,                                  this is the session's last turn
         "stop": "tool_calls",                           why the turn before the pause ended
         "tools": ["run_tests"],                         what it waits for
-        "note": true                                    no turn at all: news of a paused session
+        "note": true,                                   no turn at all: news of a paused session
+        "moved": true,                                  with `final`: it goes on in another engine, so what a shared
+                                                        store has of it stays
+        "session": "s-1"                                of the endpoint plug-in's own notes, which have no session id
     }}
 
 All but `version` may be left out. The session itself comes from vLLM (`X-Session-ID` or `session_id`). Which tools a
 turn will call is known only when it has ended, so a gateway sends it as a note: a request of one token with the
-session's id, whose own blocks are not kept. A note can also say `final` for a session that is over.
+session's id, whose own blocks are not kept, or a word to the endpoint plug-in. A note can also say `final`, for a
+session that is over.
 
 Pure. Invariant: `parse` answers with a hint or raises `ProtocolError`; unknown fields are refused, not ignored.
 """
@@ -25,12 +29,12 @@ from dataclasses import dataclass
 
 from kvsteward.errors import ProtocolError
 from kvsteward.policy.retention import MAX_TTL_S, NO_HINT, WEIGHTS, Hint
+from kvsteward.wire.hints import FIELD, MAX_NAME, MAX_TOOLS, VERSION
 
-VERSION = 1
-FIELD = "kvsteward"
-MAX_TOOLS = 16
-MAX_NAME = 128
-_FIELDS = {"version", "class", "ttl_s", "final", "stop", "tools", "note"}
+__all__ = ["FIELD", "VERSION", "Told", "parse"]
+
+MAX_SESSION = 1024
+_FIELDS = {"version", "class", "ttl_s", "final", "stop", "tools", "note", "moved", "session"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,13 @@ class Told:
     stop: str = ""
     tools: tuple[str, ...] = ()
     note: bool = False
+    moved: bool = False
+    session: str = ""
+
+    @property
+    def over(self) -> bool:
+        """The session is over for good: nothing of it is needed anywhere."""
+        return self.hint.final and not self.moved
 
 
 def parse(kv_transfer_params: object) -> Told:
@@ -54,7 +65,14 @@ def parse(kv_transfer_params: object) -> Told:
     if unknown:
         raise ProtocolError(f"kv_transfer_params.{FIELD} has unknown fields: {', '.join(unknown)[:200]}")
     hint = Hint(_ttl(body.get("ttl_s")), _flag(body, "final"), _priority(body.get("class", "default")))
-    return Told(hint, _name(body.get("stop", ""), "stop"), _tools(body.get("tools", ())), _flag(body, "note"))
+    return Told(
+        hint,
+        _name(body.get("stop", ""), "stop"),
+        _tools(body.get("tools", ())),
+        _flag(body, "note"),
+        _flag(body, "moved"),
+        _name(body.get("session", ""), "session", MAX_SESSION),
+    )
 
 
 def _ttl(value: object) -> float | None:
@@ -78,9 +96,9 @@ def _priority(value: object) -> str:
     return value
 
 
-def _name(value: object, field: str) -> str:
-    if not isinstance(value, str) or len(value) > MAX_NAME:
-        raise ProtocolError(f"kv_transfer_params.{FIELD}.{field} must be text of at most {MAX_NAME} characters")
+def _name(value: object, field: str, limit: int = MAX_NAME) -> str:
+    if not isinstance(value, str) or len(value) > limit:
+        raise ProtocolError(f"kv_transfer_params.{FIELD}.{field} must be text of at most {limit} characters")
     return value
 
 

