@@ -18,14 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prefix_share import free_url, process
-
 from kvsteward.context.distill.base import Hints
 from kvsteward.context.distill.registry import distil
 from kvsteward.context.selective import Pieces, Selected, select
 from kvsteward.context.tokens import Estimator
 from kvsteward.engines.http import HttpOptions
 from kvsteward.engines.vllm import VllmEngine
+from prefix_share import free_url, process
 
 TEXTS = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "texts"
 PLANTED = (
