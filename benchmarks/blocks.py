@@ -95,6 +95,7 @@ class Raw:
     def __init__(self, url: str, values: Sequence[bytes], batch: int) -> None:
         self.client, self.values, self.batch = valkey.Valkey.from_url(url), values, batch
         self.names = [f"raw{batch}:{n}" for n in range(len(values))]
+        self.got: list[Any] = [None] * len(values)
 
     def store(self) -> None:
         if self.batch == 1:
@@ -108,16 +109,20 @@ class Raw:
             pipe.execute()
 
     def load(self) -> None:
+        """Compared in `check`: here is only what a load takes."""
         if self.batch == 1:
-            got = [self.client.get(name) for name in self.names]
+            for n, name in enumerate(self.names):
+                self.got[n] = self.client.get(name)
         else:
-            got = []
             for start in range(0, len(self.names), self.batch):
                 pipe = self.client.pipeline(transaction=False)
                 for name in self.names[start : start + self.batch]:
                     pipe.get(name)
-                got += pipe.execute()
-        assert got == list(self.values)
+                self.got[start : start + self.batch] = pipe.execute()
+
+    def check(self) -> None:
+        self.load()
+        assert self.got == list(self.values)
 
 
 class TierAlone:
@@ -148,6 +153,12 @@ class TierAlone:
             for slot, answer in zip(its, answers, strict=True):
                 assert isinstance(answer, memoryview)
                 assert isinstance(decode(answer, slot.key, now_s=time.time()), Record)
+
+    def check(self) -> None:
+        for slot in self.slots:
+            slot.record[:] = bytes(len(slot.record))
+        self.load()
+        assert [bytes(slot.block) for slot in self.slots] == list(self.values)
 
 
 class Whole:
@@ -258,11 +269,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         }
         for contender in contenders.values():
             contender.store()
-            contender.load()
-        contenders["store"].check()
+            contender.check()
         result["valkey_store"] = summary(rounds(contenders, options.rounds, "store"), "raw")
         result["valkey_load"] = summary(rounds(contenders, options.rounds, "load"), "raw")
-        contenders["store"].check()
+        for contender in contenders.values():
+            contender.check()
         contenders["store"].store_.close()
         disk = Whole(DiskTier(Path(folder) / "blocks", 8 << 30), values, options.loaders)
         disk.store()

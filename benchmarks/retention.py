@@ -18,12 +18,12 @@ from pathlib import Path
 from retention_sim import BLOCK_TOKENS, LRU, Learned, Oracle, Policy, Request, replay, trace
 
 WEKA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "traces" / "weka" / "weka_compact.jsonl.gz"
-Make = Callable[[Sequence[Request], bool], Policy]
+Make = Callable[[Sequence[Request], bool, int], Policy]
 POLICIES: dict[str, Make] = {
-    "lru": lambda requests, held: LRU(held),
-    "ours": lambda requests, held: Learned(),
-    "final": lambda requests, held: Learned(finals=True),
-    "oracle": lambda requests, held: Oracle(requests),
+    "lru": lambda requests, held, blocks: LRU(held),
+    "ours": lambda requests, held, blocks: Learned(blocks),
+    "final": lambda requests, held, blocks: Learned(blocks, finals=True),
+    "oracle": lambda requests, held, blocks: Oracle(requests),
 }
 
 
@@ -32,19 +32,28 @@ def simulate(pools: Sequence[float], seeds: int, alive: float, held: bool) -> No
         sys.exit(f"no recorded sessions: {WEKA} is absent; they lie beside the repository in ../shared")
     traces = [trace(WEKA, seed, alive) for seed in range(1, seeds + 1)]
     print(f"{len(traces[0])} requests, {alive:g} alive, {seeds} seeds, blocks of running requests held: {held}")
-    print("| pool, M tokens | " + " | ".join(POLICIES) + " | closed | closed, final | seconds |")
-    print("|" + " --- |" * (len(POLICIES) + 4))
+    print(
+        "| pool, M tokens | " + " | ".join(POLICIES) + " | closed | its halves | closed, final | its halves | seconds |"
+    )
+    print("|" + " --- |" * (len(POLICIES) + 6))
     for pool in pools:
         began = time.monotonic()
         blocks = int(pool * 1e6 / BLOCK_TOKENS)
-        shares = {
-            name: 100 * sum(replay(t, blocks, make(t, held), held=held).share for t in traces) / seeds
-            for name, make in POLICIES.items()
-        }
-        gap = shares["oracle"] - shares["lru"]
-        closed = [f"{(shares[name] - shares['lru']) / gap:.0%}" if gap > 0.05 else "-" for name in ("ours", "final")]
-        cells = [f"{pool:g}", *(f"{share:.2f}" for share in shares.values()), *closed]
+        shares: dict[str, list[float]] = {}
+        for name, make in POLICIES.items():
+            outcomes = [replay(t, blocks, make(t, held, blocks), held=held) for t in traces]
+            each = [(o.share, *o.halves) for o in outcomes]
+            shares[name] = [100 * sum(column) / seeds for column in zip(*each, strict=True)]
+        cells = [f"{pool:g}", *(f"{share[0]:.2f}" for share in shares.values())]
+        for name in ("ours", "final"):
+            whole, first, second = (closed(*(shares[n][i] for n in ("lru", name, "oracle"))) for i in range(3))
+            cells += [whole, f"{first}, {second}"]
         print("| " + " | ".join(cells) + f" | {time.monotonic() - began:.0f} |", flush=True)
+
+
+def closed(lru: float, ours: float, oracle: float) -> str:
+    gap = oracle - lru
+    return f"{(ours - lru) / gap:.0%}" if gap > 0.05 else "-"
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +61,18 @@ def server(
     *,
     context_tokens: int = 4096,
     path: str = str(SRC),
+    more: Sequence[str] = (),
     **more_env: str,
 ) -> Iterator[str]:
-    """A vLLM server's URL; with the connector if there are `options` for it. `path`: its PYTHONPATH."""
+    """A vLLM server's URL; with the connector if there are `options` for it. `path`: its PYTHONPATH;
+    `more`: arguments."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "smol"]
     command += ["--max-model-len", str(context_tokens), "--enforce-eager", "--block-size", str(BLOCK_TOKENS)]
     command += ["--num-gpu-blocks-override", str(blocks), "--enable-prompt-tokens-details"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *more]
     command += (
         ["--kv-transfer-config", json.dumps({**CONNECTOR, "kv_connector_extra_config": options})]
         if options is not None
@@ -158,7 +160,7 @@ def main() -> None:
     parser.add_argument("--log", default="retention-engine.log")
     options = parser.parse_args()
     more = 40
-    tokens = options.sessions * (options.words + 60 + (options.rounds - 1) * (more + 20))
+    tokens = options.sessions * (options.words + 14 + (options.rounds - 1) * (more + 20))
     blocks = int(tokens / options.over / BLOCK_TOKENS)
     print(f"{options.sessions} sessions, {options.rounds} rounds, {blocks} blocks of {BLOCK_TOKENS} tokens")
     for kind in options.kinds.split(","):

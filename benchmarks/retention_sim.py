@@ -17,13 +17,16 @@ import heapq
 import json
 import math
 import random
+import zlib
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from kvsteward.policy.retention import NO_HINT, Hint, State, order
-from kvsteward.policy.returns import Returns
+from kvsteward.policy.guard import Guard
+from kvsteward.policy.retention import EVEN, NO_HINT, Hint, State, order
+from kvsteward.policy.returns import Returns, Size
 
 BLOCK_TOKENS = 64
 
@@ -40,6 +43,7 @@ class Request(NamedTuple):
     ends: float
     stop: str
     last: bool
+    output: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +57,9 @@ class Run:
 
 
 class Policy(Protocol):
-    def began(self, run: Run, now: float) -> None: ...
+    def began(self, run: Run, now: float, hits: int) -> None:
+        """The newest run's request was asked for; its first `hits` blocks were there."""
+
     def victims(self, runs: Sequence[Run], now: float) -> Iterator[tuple[Run, int]]:
         """Runs in the order in which they go, and how many blocks of each at most before the next is asked."""
         ...
@@ -83,10 +89,14 @@ def _flat(rows: list[Any], session: str, start: float) -> list[Request]:
             agents += 1
             found += _flat(row["sub"], f"{session}/{agents}", start + row["t"])
             continue
-        t, _, _, _, api, _, back, shared, blocks, _, stop, _ = row
+        t, _, _, output, api, _, back, shared, blocks, _, stop, _ = row
         parent = number - back if back else -1
         at = start + t
-        found.append(Request(at, session, number, parent, shared if back else 0, blocks, at + (api or 0), stop, False))
+        found.append(
+            Request(
+                at, session, number, parent, shared if back else 0, blocks, at + (api or 0), stop, False, output or 0
+            )
+        )
         number += 1
     if found:
         mine = max(i for i, r in enumerate(found) if r.session == session)
@@ -118,10 +128,18 @@ class Outcome:
     reused: int = 0
     asked: int = 0
     over: int = 0
+    first_half: tuple[int, int] = (0, 0)
+    """(reused, asked) of the first half of the requests."""
 
     @property
     def share(self) -> float:
         return self.reused / self.asked
+
+    @property
+    def halves(self) -> tuple[float, float]:
+        """Shares of the first and of the second half of the requests."""
+        reused, asked = self.first_half
+        return reused / asked, (self.reused - reused) / (self.asked - asked)
 
 
 def replay(requests: Sequence[Request], pool_blocks: int, policy: Policy, *, held: bool = False) -> Outcome:
@@ -129,7 +147,9 @@ def replay(requests: Sequence[Request], pool_blocks: int, policy: Policy, *, hel
     runs: dict[Run, None] = {}
     outcome = Outcome()
     used = 0
-    for request in requests:
+    for number, request in enumerate(requests):
+        if number == len(requests) // 2:
+            outcome.first_half = (outcome.reused, outcome.asked)
         session = sessions.setdefault(request.session, _Session())
         session.requests.append(request)
         hits, taken = _enter(session, request, runs)
@@ -139,7 +159,7 @@ def replay(requests: Sequence[Request], pool_blocks: int, policy: Policy, *, hel
         session.runs.append(run)
         runs[run] = None
         used += request.blocks - taken
-        policy.began(run, request.t)
+        policy.began(run, request.t, hits)
         if used > pool_blocks:
             used -= _evict(sessions, runs, used - pool_blocks, policy, request.t, held)
             outcome.over += used > pool_blocks
@@ -191,7 +211,7 @@ class LRU:
     def __init__(self, held: bool = False) -> None:
         self._held = held
 
-    def began(self, run: Run, now: float) -> None:
+    def began(self, run: Run, now: float, hits: int) -> None:
         pass
 
     def victims(self, runs: Sequence[Run], now: float) -> Iterator[tuple[Run, int]]:
@@ -210,7 +230,7 @@ class Oracle:
         for request in requests:
             self._of.setdefault(request.session, _Session()).requests.append(request)
 
-    def began(self, run: Run, now: float) -> None:
+    def began(self, run: Run, now: float, hits: int) -> None:
         self._newest[run.request.session] = run.request.number
 
     def victims(self, runs: Sequence[Run], now: float) -> Iterator[tuple[Run, int]]:
@@ -231,37 +251,63 @@ class Oracle:
 
 
 class Learned:
-    """kvsteward's policy. `finals`: the client says when a session's last turn is over."""
+    """kvsteward's policy; with its guard if `pool_blocks` is given. `finals`: clients say when a session is over."""
 
-    def __init__(self, *, finals: bool = False) -> None:
+    def __init__(self, pool_blocks: int | None = None, *, finals: bool = False) -> None:
         self._returns = Returns()
+        self._guard = Guard(pool_blocks) if pool_blocks else None
         self._finals = finals
         self._newest: dict[str, int] = {}
         self._ending: list[tuple[float, Request]] = []
         self._over: set[str] = set()
+        self._followed: dict[str, OrderedDict[int, list[tuple[int, int]]]] = {}
 
-    def began(self, run: Run, now: float) -> None:
+    def began(self, run: Run, now: float, hits: int) -> None:
         self._settle(now)
         request = run.request
         self._returns.started(request.session, now)
         self._newest[request.session] = request.number
         heapq.heappush(self._ending, (request.ends, request))
+        if self._guard:
+            followed = self._follow(request, self._guard.every)
+            names = [(request.session, *name) for name in followed]
+            self._guard.turn(names, sum(1 for _, at in followed if at < hits))
+
+    def _follow(self, request: Request, every: int, kept: int = 16) -> list[tuple[int, int]]:
+        """Those blocks of a request's path that the guard follows: (request that made it, place)."""
+        paths = self._followed.setdefault(request.session, OrderedDict())
+        path = [name for name in paths.get(request.parent, ()) if name[1] < request.shared]
+        shift = zlib.crc32(request.session.encode()) % every
+        first = request.shared + (shift - request.shared) % every
+        paths[request.number] = path + [(request.number, at) for at in range(first, request.blocks, every)]
+        while len(paths) > kept:
+            paths.popitem(last=False)
+        return paths[request.number]
 
     def _settle(self, now: float) -> None:
         while self._ending and self._ending[0][0] <= now:
             ended, request = heapq.heappop(self._ending)
             if self._newest[request.session] != request.number:
                 continue
-            self._returns.paused(request.session, ended, request.stop)
+            size = Size(request.blocks * BLOCK_TOKENS, request.output)
+            self._returns.paused(request.session, ended, request.stop, size=size)
             if request.last and self._finals:
                 self._over.add(request.session)
 
     def victims(self, runs: Sequence[Run], now: float) -> Iterator[tuple[Run, int]]:
         self._settle(now)
+        lru = self._guard is not None and self._guard.lru
         named = {f"{r.request.session} {r.request.number}": r for r in runs}
-        states = (self._state(name, run) for name, run in named.items())
-        return ((named[give.name], give.tokens) for give in order(states, self._returns, now))
+        states = (self._state(name, run, lru) for name, run in named.items())
+        return ((named[give.name], give.tokens) for give in order(states, EVEN if lru else self._returns, now))
 
-    def _state(self, name: str, run: Run) -> State:
+    def _state(self, name: str, run: Run, lru: bool) -> State:
         hint = Hint(final=True) if run.request.session in self._over else NO_HINT
-        return State(name, run.request.session, run.end - run.start, run.request.ends, run.superseded, hint)
+        return State(
+            name,
+            run.request.session,
+            run.end - run.start,
+            run.request.ends,
+            superseded=run.superseded and not lru,
+            hint=hint,
+        )

@@ -249,6 +249,27 @@ def doctor(
     show_doctor(options, as_json=as_json, watch=watch)
 
 
+@app.command()
+def lint(
+    source: Annotated[str, typer.Argument(help="A file of recorded requests, or the URL of a kvsteward gateway.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    limit: Annotated[int, typer.Option(help="Findings that are shown, dearest first.")] = 20,
+    key: Annotated[str | None, typer.Option(help="API key of the gateway.", envvar="KVSTEWARD_API_KEY")] = None,
+) -> None:
+    """Find what breaks the prefix cache: a clock in the system prompt, tools in another order, a rewritten history.
+
+    Compares the requests of each session one after the other. Says the part, the character and the token where they
+    first differ, what share of all prompt tokens is computed again for it, and what mends it. Exit status 1 if
+    something was found.
+
+    A file has one request a line: a body of OpenAI's chat completions or Anthropic's messages, alone or in a proxy's
+    record (`{"headers": ..., "body": ...}`), or a recorded conversation (`{"messages": ...}` with the answers in it).
+    """
+    from kvsteward.lab.lint.show import show_lint
+
+    raise typer.Exit(show_lint(source, as_json=as_json, key=key, limit=limit))
+
+
 sessions_app = typer.Typer(no_args_is_help=True, help="Look into a store of session logs; move a session.")
 app.add_typer(sessions_app, name="sessions")
 Store = Annotated[str | None, typer.Option(help="The store that `kvsteward serve` was given.")]

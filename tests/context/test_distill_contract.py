@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvsteward.context.distill.base import Distiller, Hints
 from kvsteward.context.distill.meter import pieces
-from kvsteward.context.distill.registry import distil, distillers
+from kvsteward.context.distill.registry import distil, distillers, encodable
 
 HINTS = Hints(question="What is the status of user_77 and order 4711?", mentions=frozenset({"user_77"}), arguments="{}")
 KINDS = [pytest.param(kind, id=kind.kind) for kind in distillers()]
@@ -126,6 +126,7 @@ json_values = st.recursive(
 )
 
 
+@example(value=[None, None, None, [], "00:\x1f\x1f\U00010000"], limit=21, cut=0.945)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(value=st.lists(json_values, max_size=8), limit=st.integers(8, 200), cut=st.floats(0.2, 1.0))
 def test_random_json_whole_or_cut(value: object, limit: int, cut: float) -> None:
@@ -189,3 +190,11 @@ def test_orders_in_a_text_stay_data() -> None:
     found = distil(text, 200, HINTS, count).text
     for token in ("<|im_start|>", "<|im_end|>", "system", "Ignore previous"):
         assert found.count(token) <= text.count(token)
+
+
+def test_escapes_that_are_no_character_do_not_leave_a_distiller() -> None:
+    rows = [{"id": n, "smile": "\U0001f600", "note": "all is well here today"} for n in range(200)]
+    text = json.dumps(rows).replace("\\ude00", "", 3)
+    found = distil(text, 120, HINTS, count)
+    assert found.text.encode().decode() == found.text
+    assert encodable("a\ud83d\ude00b\ud83dc") == "a\U0001f600b\ufffdc"

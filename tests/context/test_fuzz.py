@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)  # half a minute on an idle machine
+
 SCRIPT = Path(__file__).parent / "fuzzed.py"
 SEED = 20261129
 
@@ -30,7 +32,7 @@ def reports() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     try:
         found = []
         for one in children:
-            out, error = one.communicate(timeout=110)
+            out, error = one.communicate(timeout=540)
             assert one.returncode == 0, f"the child died ({one.returncode}): {error[-2000:]}"
             found.append(json.loads(out))
         yield found[0], found[1]

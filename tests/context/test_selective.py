@@ -50,7 +50,7 @@ def chosen(text: str = TEXT, answer: Any = pieces, **changes: Any) -> tuple[Sele
 def test_what_tells_most_is_kept_word_for_word_and_in_order():
     found, asked = chosen(ratio=0.55)
     assert found is not None
-    assert found.text == f"{DULL} […] {TELLING} […]"
+    assert found.text == f"[…] {DULL} {TELLING} […]"
     assert (found.kept, found.sentences) == (2, 5)
     assert found.note == "the 2 of 5 sentences that tell most"
     assert asked == [Score("What failed?\n\n", TEXT)]

@@ -12,6 +12,8 @@ import pytest
 import typer.main
 
 from kvsteward.cli import app
+from kvsteward.context.marks import Policy
+from kvsteward.context.policies import dump_policy, parse_policy, presets
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -19,8 +21,10 @@ TEXT = {page.name: page.read_text() for page in PAGES}
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 
 
-def blocks(language: str) -> list[str]:
-    return [body for text in TEXT.values() for found, body in BLOCK.findall(text) if found == language]
+def blocks(language: str, *pages: str) -> list[str]:
+    """Of the named pages, or of all."""
+    texts = [TEXT[page] for page in pages] or list(TEXT.values())
+    return [body for text in texts for found, body in BLOCK.findall(text) if found == language]
 
 
 def commands(program: str) -> list[list[str]]:
@@ -46,7 +50,7 @@ def test_make_targets_exist():
 
 def test_the_python_snippet_runs(serve):
     gateway = serve("--engine", "scripted")
-    (snippet,) = blocks("python")
+    (snippet,) = blocks("python", "README.md")
     code = snippet.replace("http://127.0.0.1:8080", gateway.url)
     assert code != snippet
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -55,14 +59,36 @@ def test_the_python_snippet_runs(serve):
     assert gateway.get("/v1/sessions/support-4711")["turns"] == 1
 
 
+def test_the_snippet_of_the_block_store_runs(tmp_path):
+    (snippet,) = blocks("python", "kv-store.md")
+    code = snippet.replace("/tmp/kv-blocks", str(tmp_path)).replace("ticket.blocks() ", "print(len(ticket.blocks())) ")
+    assert "print(len" in code
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr
+    assert len(list(tmp_path.rglob("*.block"))) == 1
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("text", blocks("yaml"), ids=lambda text: text.splitlines()[0])
+def test_policies_of_the_documents_are_valid(text):
+    policy = parse_policy(text, "the document")
+    assert policy != Policy()
+    assert parse_policy(dump_policy(policy)) == policy
+
+
+def test_the_documents_name_the_presets():
+    named = set(re.findall(r"^\| `([a-z-]+)` \|", TEXT["context.md"], re.MULTILINE))
+    assert named == set(presets())
+
+
 def test_help_of_every_command():
-    for verb in ((), ("serve",), ("ledger",), ("demo",), ("sessions", "list")):
+    several = [("sessions", "list"), ("engines", "list"), ("policy", "show")]
+    for verb in ((), ("serve",), ("ledger",), ("demo",), ("lint",), *several):
         done = subprocess.run([sys.executable, "-m", "kvsteward", *verb, "--help"], capture_output=True, text=True)
         assert done.returncode == 0
         assert "Usage" in done.stdout

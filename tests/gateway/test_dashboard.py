@@ -24,9 +24,10 @@ from typing import Any
 import pytest
 import uvicorn
 
-from kvsteward.engines.base import EngineLoad
+from kvsteward.engines.base import EngineLoad, Held
 from kvsteward.engines.scripted import Answer, Fault, ScriptedEngine, ScriptedOptions
 from kvsteward.errors import EngineUnavailableError
+from kvsteward.gateway import app as app_module
 from kvsteward.gateway.app import create_app
 from kvsteward.gateway.dashboard import CONTENT_TYPES, PLOTLY
 from kvsteward.gateway.settings import Settings, Tenant
@@ -295,6 +296,31 @@ def test_a_chat_streams_and_shows_everywhere(page: Page) -> None:
         page.click("#send")
         wait(lambda: page.text("#rows [data-label=Turns]").endswith("2"), "the second turn in the same session")
         assert len(page.driver.find_elements("css selector", "#rows tr")) == 1
+        assert page.complaints() == []
+
+
+@pytest.mark.browser
+def test_what_a_session_has_in_the_engine_is_shown_where_the_engine_says_it(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "_HELD_EVERY", 1)
+    with gateway(Settings(), ["ok"], OPTIONS) as running:
+        body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "session_id": "s"}).encode()
+        request = urllib.request.Request(running.url + "/v1/chat/completions", body)
+        urllib.request.urlopen(request, timeout=20).close()
+        page.open(running.url)
+        page.sees("#rows .name", "hi")
+        cell = page.driver.find_element("css selector", "#rows .held")
+        assert not cell.is_displayed(), "while nobody says it"
+
+        async def held() -> Held:
+            return Held({"s": (3, 4800)}, 3, 4800)
+
+        running.engine.held = held
+        page.sees("#rows .held", "4,800")
+        assert cell.is_displayed()
+        page.click("#rows .pick")
+        page.sees("#detail-sub", "scripted, 3 idle blocks")
         assert page.complaints() == []
 
 

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.config import KVTransferConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, MLAAttentionSpec
+from vllm.v1.request import Request
 
 from kvsteward.errors import ConfigError
 from kvsteward.kv.vllm import compat
@@ -87,6 +94,45 @@ def refused(caches: dict[str, Any], blocks: int) -> str:
     return ""
 
 
+def engine(**changed: Any) -> str:
+    """What `check_tiers` says of an engine that differs in one thing from one that is all right."""
+    full = FullAttentionSpec(block_size=32, num_kv_heads=3, head_size=64, dtype=torch.bfloat16)
+    windowed = replace(full, sliding_window=64)
+    groups = {"one": [full], "two": [full, full], "windowed": [windowed]}[changed.get("groups", "one")]
+    parallel = {"nnodes": 1, "distributed_executor_backend": "mp", "decode_context_parallel_size": 1}
+    parallel |= {"prefill_context_parallel_size": 1, **{k: v for k, v in changed.items() if k in parallel}}
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        speculative_config=SimpleNamespace(method=changed["draft"]) if "draft" in changed else None,
+        cache_config=SimpleNamespace(
+            prefix_caching_hash_algo=changed.get("hashing", "sha256"), calculate_kv_scales=changed.get("scales", False)
+        ),
+    )
+    cache = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in groups],
+        hash_block_size=changed.get("hashed", 32),
+    )
+    try:
+        compat.check_tiers(config, cache)
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
+def hashes(salt: str | None) -> list[str]:
+    """vLLM's own block hashes of one prompt under a `cache_salt`."""
+    init_none_hash(sha256)
+    request = Request(
+        request_id="r",
+        prompt_token_ids=list(range(70)),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        cache_salt=salt,
+        block_hasher=get_request_block_hasher(32, sha256),
+    )
+    return [block_hash.hex() for block_hash in request.block_hashes]
+
+
 def main() -> None:
     report: dict[str, Any] = {"wrong": {}, "layouts": sorted(layout.name for layout in KVCacheLayout)}
     for name, dtype in DTYPES.items():
@@ -110,6 +156,26 @@ def main() -> None:
         "windowed": compat._kind(FullAttentionSpec(**full, sliding_window=64)),
         "mla": compat._kind(MLAAttentionSpec(**{**full, "num_kv_heads": 1})),
     }
+    report["engines"] = {
+        name: engine(**changed)
+        for name, changed in {
+            "right": {},
+            "ngram": {"draft": "ngram"},
+            "two groups": {"groups": "two"},
+            "windowed": {"groups": "windowed"},
+            "nodes": {"nnodes": 2},
+            "ray": {"distributed_executor_backend": "ray"},
+            "context": {"decode_context_parallel_size": 2},
+            "draft": {"draft": "eagle"},
+            "hashing": {"hashing": "xxhash"},
+            "scales": {"scales": True},
+            "finer hashes": {"hashed": 16},
+        }.items()
+    }
+    report["hashes"] = [hashes(None), hashes("a"), hashes("b"), hashes("a")]
+    config = SimpleNamespace(kv_transfer_config=KVTransferConfig(kv_connector="X", kv_role="kv_both"))
+    compat.recompute_bad_loads(config)
+    report["policy"] = config.kv_transfer_config.kv_load_failure_policy
     report["weights"] = [compat.weights_identity(sys.argv[1]), compat.weights_identity("org/name")]
     print(json.dumps(report))
 

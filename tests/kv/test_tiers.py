@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from kvsteward.errors import ConfigError
 from kvsteward.kv.blocks import Fingerprint
+from kvsteward.kv.blocks.record import Reason
 from kvsteward.kv.vllm.copies import Place, Shape
 from kvsteward.kv.vllm.loads import HOLD_S, Moves
 from kvsteward.kv.vllm.options import GIB, Options, parse
@@ -147,10 +148,10 @@ class Engine:
         self.held[block] = 1
         return block
 
-    def begin(self, session: str, tokens: int, output: int = 3) -> Turn:
+    def begin(self, session: str, tokens: int, output: int = 3, ttl_s: float | None = None) -> Turn:
         self.number += 1
         turn = Turn(f"r{self.number}", session, chain(session, 64), tokens, output=output)
-        self.tiers.loads.began(turn, session, None)
+        self.tiers.loads.began(turn, session, ttl_s)
         return turn
 
     def admit(self, turn: Turn) -> bool | None:
@@ -329,6 +330,15 @@ def test_a_final_turn_leaves_nothing(engines):
     assert engine.tiers.store.figures().host.used == 0
     engine.whole_turn("b", 30)
     assert engine.whole_turn("a", 30) == 0
+
+
+def test_what_is_not_to_be_kept_is_not_saved(engines):
+    engine = engines(9)
+    turn = engine.begin("a", 30, ttl_s=0)
+    engine.admit(turn)
+    while turn in engine.running:
+        engine.step()
+    assert engine.tiers.store.figures().puts == 0
 
 
 def test_a_note_of_an_end_drops_what_a_session_left(engines):
@@ -527,6 +537,18 @@ def test_blocks_that_come_too_late_are_computed(engines, tmp_path):
     gate.set()
     while turn in engine.running:
         engine.step()
+
+
+def test_a_full_disk_and_one_that_forgets_cost_nothing_but_hits(engines, tmp_path):
+    engine = engines(9, disk=tmp_path)
+    (disk,) = engine.tiers.store.tiers
+    disk.write = lambda writes: [Reason.FULL for _ in writes]
+    engine.whole_turn("a", 30)
+    engine.whole_turn("b", 30)
+    assert engine.whole_turn("a", 30) == 28  # from host memory
+    engine.forget_all()
+    assert engine.whole_turn("a", 30) == 0
+    assert engine.tiers.loads.counts.lost == 0
 
 
 def damage(rng: random.Random, path: Path, other: Path) -> None:

@@ -47,3 +47,23 @@ def test_a_model_in_a_folder_is_known_by_its_weights(report):
     here, hub = report["weights"]
     assert len(here) == 32
     assert hub == ""
+
+
+def test_engines_whose_blocks_cannot_be_moved_whole_are_refused(report):
+    said = report["engines"]
+    assert said.pop("right") == said.pop("ngram") == ""
+    assert "2 groups" in said["two groups"]
+    assert "one machine" in said["nodes"]
+    assert "eagle" in said["draft"]
+    assert all(said.values()), said
+
+
+def test_vllms_hashes_keep_tenants_apart_from_the_first_block_on(report):
+    plain, a, b, again = report["hashes"]
+    assert [len(hashes) for hashes in report["hashes"]] == [2, 2, 2, 2]
+    assert a == again
+    assert all(len({x, y, z}) == 3 for x, y, z in zip(plain, a, b, strict=True))
+
+
+def test_a_failed_load_is_computed_and_fails_no_request(report):
+    assert report["policy"] == "recompute"

@@ -20,8 +20,8 @@ from kvsteward.lab.doctor.finding import Clear, Finding, Unknown
 from kvsteward.lab.doctor.knobs import FLAGS
 from kvsteward.lab.doctor.names import GATEWAY
 from kvsteward.lab.doctor.observation import Gpu, Observation, Slot, TorchMemory
-from kvsteward.lab.doctor.prompts import compare_prompts
 from kvsteward.lab.doctor.report import diagnose
+from kvsteward.lab.prompts import compare_prompts
 from kvsteward.ledger import ModelSpec
 
 DATA = Path(__file__).parent / "data"

@@ -49,6 +49,8 @@ def test_final_wins_over_ttl():
 def test_what_a_queued_turn_will_use_is_kept_unless_it_is_over():
     assert names(state("w", awaited=True), state("o", 50), w=0.001, o=9.0) == "ow"
     assert names(state("w", awaited=True, superseded=True), state("o", 50)) == "wo"
+    asked = Hint(ttl_s=1000)
+    assert names(state("w", awaited=True, hint=asked), state("o", 50, hint=asked), w=0.001, o=9.0) == "ow"
 
 
 def test_class_and_cost_weigh():

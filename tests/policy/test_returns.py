@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsteward.policy.returns import BINS, EDGES_S, Returns, Table, bin_of, gittins
+from kvsteward.policy.returns import BINS, EDGES_S, Returns, Size, Table, bin_of, gittins, spent_s
 
 
 @given(st.floats(0, 1e6))
@@ -25,7 +25,7 @@ def test_an_age_lies_in_its_bin(age_s):
 def test_idle_seconds_are_all_counted(spans):
     table = Table(None)
     for a, b in spans:
-        table.idle(min(a, b), max(a, b))
+        table.idle(spent_s(min(a, b), max(a, b)))
     assert sum(table.idle_s) == pytest.approx(sum(abs(a - b) for a, b in spans), abs=1e-6)
 
 
@@ -71,6 +71,25 @@ def test_a_slow_tool_is_told_from_a_fast_one_by_its_name():
     assert fast > 10 * slow
     assert both == slow
     assert returns.rate("b", now_s + 299) > returns.rate("a", now_s + 299)
+
+
+def test_the_length_of_an_answer_is_learned_where_the_stop_says_nothing_and_news_do_not_hide_it():
+    """Long answers wait for a person (300 s), short ones for a tool (3 s); the engine calls both "stopped"."""
+    returns, now_s = Returns(), 0.0
+    for turn in range(400):
+        long = turn % 2 == 0
+        returns.started(f"s{turn % 7}", now_s)
+        returns.paused(f"s{turn % 7}", now_s + 1, "stopped", size=Size(1000, 900 if long else 30))
+        now_s += 1
+        returns.started(f"s{turn % 7}", now_s + (300 if long else 3))
+        now_s += 300 if long else 3
+    for session, output in (("long", 900), ("short", 30)):
+        returns.started(session, now_s)
+        returns.paused(session, now_s, "stopped", size=Size(1000, output))
+    assert returns.rate("short", now_s) > 2 * returns.rate("long", now_s)
+    told = returns.rate("long", now_s)
+    returns.paused("long", now_s, "stopped")
+    assert returns.rate("long", now_s) == told
 
 
 def test_sessions_that_never_come_back_lower_the_rate():

@@ -13,8 +13,9 @@ that rules find are the same prompt afterwards; a text is read up to `MAX_CHARS`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -28,6 +29,7 @@ Message = dict[str, Any]
 MAX_CHARS, MAX_LINE_CHARS, MAX_BLOCK_LINES = 200_000, 2_000, 200
 MAX_NOTE_CHARS = 8_000
 _SHORT_LINE_CHARS = 240
+_CACHED_LINES, _CACHED_TOOLS_BYTES = 4_096, 256 << 10
 _SENTENCES = re.compile(r"(?<=[.!?])\s+")
 NOTE = "[kvsteward: moved here from the system prompt, valid from now on]"
 
@@ -131,9 +133,21 @@ def clean(messages: Sequence[Message], tools: Any, hygiene: Hygiene) -> Cleaned:
         if message.get("role") not in PINNED_ROLES:
             break
         cleaned[index] = _clean_message(message, f"messages[{index}]", hygiene.rules, moved)
-    if hygiene.tools:
-        tools = canonical_tools(_each_description(tools, lambda where, text: _cut(text, where, hygiene.rules, moved)))
+    if hygiene.tools and isinstance(tools, list):
+        raw = orjson.dumps(tools)
+        made = _clean_tools if len(raw) <= _CACHED_TOOLS_BYTES else _clean_tools.__wrapped__
+        tools, of_tools = made(raw, hygiene.rules)
+        moved += of_tools
     return Cleaned(tuple(cleaned), tools, tuple(moved))
+
+
+@lru_cache(maxsize=64)
+def _clean_tools(raw: bytes, rules: tuple[Rule, ...]) -> tuple[Any, tuple[Moved, ...]]:
+    """Canonical tools and what left them. A client sends the same ones each turn: they are read once, and the same
+    value is returned, which nobody changes."""
+    moved: list[Moved] = []
+    tools = _each_description(orjson.loads(raw), lambda where, text: _cut(text, where, rules, moved))
+    return canonical_tools(tools), tuple(moved)
 
 
 def restored(messages: Sequence[Message], tools: Any, moved: Iterable[Moved]) -> tuple[tuple[Message, ...], Any]:
@@ -162,22 +176,36 @@ def volatile(text: str, rules: Sequence[Rule] = RULES) -> list[tuple[int, int, R
     """Where rules find volatile text: start, end, rule; in order, without overlap."""
     found: list[tuple[int, int, Rule]] = []
     lines = text[:MAX_CHARS].splitlines(keepends=True)
+    finder = _finder(tuple(rules))
     place = number = 0
     while number < len(lines):
         line = lines[number]
-        hit = next(((r, m) for r in rules if (m := compiled(r.match, r.name).search(line[:MAX_LINE_CHARS]))), None)
+        hit = finder(line[:MAX_LINE_CHARS])
         if hit is None:
             place, number = place + len(line), number + 1
             continue
-        rule, match = hit
+        rule, position = hit
         count = _block(lines, number, rule)
         start, end = place, place + sum(map(len, lines[number : number + count]))
         if count == 1 and len(line) > _SHORT_LINE_CHARS:
-            first, last = _sentence(line, match.start())
+            first, last = _sentence(line, position)
             start, end = place + first, place + last
         found.append((start, end, rule))
         place, number = place + sum(map(len, lines[number : number + count])), number + count
     return found
+
+
+@lru_cache(maxsize=16)
+def _finder(rules: tuple[Rule, ...]) -> Callable[[str], tuple[Rule, int] | None]:
+    """The first rule that finds a line, and where in it. Lines are remembered: a prompt comes again with each turn."""
+    patterns = [(rule, compiled(rule.match, rule.name)) for rule in rules]
+
+    @lru_cache(maxsize=_CACHED_LINES)
+    def find(line: str) -> tuple[Rule, int] | None:
+        found = ((rule, match.start()) for rule, pattern in patterns if (match := pattern.search(line)))
+        return next(found, None)
+
+    return find
 
 
 def _block(lines: Sequence[str], first: int, rule: Rule) -> int:

@@ -38,6 +38,7 @@ from kvsteward.wire.chat import class_of, text_of
 _DOUBT = 0.25
 """How far an estimate of new tokens may be off before the engine is asked."""
 _WORD_FOR_WORD = "[kvsteward: and word for word]"
+_LEAST_SUMMARY_TOKENS = 48
 _FOOTER_TOKENS = 64
 """What the note under a reduced text takes at the most."""
 _LAY_OUT_TOKENS, _LAY_OUT_RATIO = 120, 0.85
@@ -256,7 +257,7 @@ def summary_due(view: View, tokens: int, marks: Marks, policy: Policy) -> bool:
     """Whether the next compaction is near, after a turn that left `tokens` in the view: a few more rounds like the
     newest would reach the high-water mark. What they bring stays verbatim at the compaction, so that a summary of all
     before them, asked now, covers what will leave."""
-    if policy.summary != "engine" or len(view.items) < 2 or tokens > marks.budget:
+    if not policy.compact or policy.summary != "engine" or len(view.items) < 2 or tokens > marks.budget:
         return False
     recent, rounds = 0, 0
     for item in reversed(view.items):
@@ -284,10 +285,12 @@ def summarise(
         {"role": "user", "content": ask(room // 2, structured=structured)},
     ]
     cost = sum(estimator.message(message) for message in question)
-    if view.estimate_tokens(tools_tokens) + cost + room > marks.budget:
+    limit = room + room // 2 if structured else room  # JSON's own marks take some
+    limit = min(limit, marks.budget - view.estimate_tokens(tools_tokens) - cost)
+    if limit < _LEAST_SUMMARY_TOKENS:
         return None
     shown = replace(view, items=tuple(items)).render()
-    answer = yield Summarise([*shown, *question], room, SCHEMA if structured else None)
+    answer = yield Summarise([*shown, *question], limit, SCHEMA if structured else None)
     if answer is None:
         return None
     text, finished = answer

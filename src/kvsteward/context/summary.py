@@ -38,12 +38,11 @@ SCHEMA: Mapping[str, Any] = {
 }
 """What an engine that can constrain its answer is held to."""
 INSTRUCTION = (
-    "Summarise our conversation so far for your own later use, in at most {words} words. Four lists of short lines: "
-    "what the user wants (intent), what was decided and done (decisions), what is still open (open), and results with "
-    "their exact ids, numbers, names and paths (facts). Copy values letter by letter; invent nothing. {form}"
+    "Summarise our conversation so far for your own later use, in at most {words} words: what the user wants, what was "
+    "decided and done, what is open, and results with their exact ids, numbers, names and paths. Invent nothing. {form}"
 )
-FORM_JSON = 'Answer with one JSON object: {"intent": [...], "decisions": [...], "open": [...], "facts": [...]}'
-FORM_PLAIN = 'Write the headings "User intent:", "Decisions:", "Open items:" and "Facts:", a line each under them.'
+FORM_JSON = 'JSON: {"intent": [...], "decisions": [...], "open": [...], "facts": [...]}, short lines.'
+FORM_PLAIN = 'Use the headings "User intent:", "Decisions:", "Open items:", "Facts:", short lines under each.'
 
 _FENCE = re.compile(r"^\s*```[a-z]*\s*|\s*```\s*$", re.IGNORECASE)
 _HEADING = re.compile(

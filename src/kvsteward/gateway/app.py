@@ -136,9 +136,9 @@ class Steward:
         """The engine of a turn; its session is bound to it. Raises OverloadedError where none can take it."""
         session = resolved.session
         before = self.fleet.station_of(session.id, session.engine)
-        station = self.fleet.route(session.id, session.engine, model, avoid)
+        station, reason = self.fleet.route(session.id, session.engine, model, avoid)
         if before is not None and before is not station:
-            log.info("%s goes on at %s, no longer at %s", session.id, station.name, before.name)
+            log.info("%s goes on at %s: %s", session.id, station.name, reason)
             self.let_go(before, session.id)
         if session.engine != station.name:
             resolved = replace(resolved, session=replace(session, engine=station.name))

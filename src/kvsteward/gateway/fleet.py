@@ -121,19 +121,22 @@ class Fleet:
         name = self.binding(session_id, stored)
         return self._named.get(name or "") or (None if self.several else self.first)
 
-    def route(self, session_id: str | None, stored: str | None, model: str, avoid: Collection[str] = ()) -> Station:
-        """Binds a session to the engine of its next turn. Raises OverloadedError where none can take it."""
+    def route(
+        self, session_id: str | None, stored: str | None, model: str, avoid: Collection[str] = ()
+    ) -> tuple[Station, str]:
+        """Binds a session to the engine of its next turn and says why. Raises OverloadedError where none can
+        take it."""
         if not self.several and not self.first.draining:
-            chosen = self.first
+            chosen, reason = self.first, "the only engine"
         else:
             bound = self.binding(session_id, stored) if session_id else None
             choice = route(bound, [station.place(model) for station in self.stations], avoid)
             if isinstance(choice, Nowhere):
                 raise OverloadedError(choice.reason, retry_after_s=5.0, hint="'kvsteward engines list' shows them.")
-            chosen = self._named[choice.name]
+            chosen, reason = self._named[choice.name], choice.reason
         if session_id is not None:
             self.bind(session_id, chosen)
-        return chosen
+        return chosen, reason
 
     def bind(self, session_id: str, station: Station) -> None:
         self.forget(session_id)

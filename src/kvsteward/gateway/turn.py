@@ -367,7 +367,7 @@ async def passthrough(steward: Steward, exchange: Exchange, turn: Turn, raw: byt
     turn.step("waiting")
     tried = set[str]()
     while True:
-        turn.at = steward.fleet.route(None, None, turn.request.model, tried)
+        turn.at, _ = steward.fleet.route(None, None, turn.request.model, tried)
         with steward.fleet.visit(turn.at, None):
             try:
                 await passed(exchange, turn, raw)

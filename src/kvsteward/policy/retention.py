@@ -6,7 +6,9 @@ State is a run of tokens that one turn left behind. It is given up in this order
    caller's TTL;
 2. the rest, the least worth keeping first: expected returns per second (`returns`) x seconds that a lost token costs
    x the weight of its class; equal worth falls back to the least recently used;
-3. what the caller asked to keep, while its TTL runs, and what a waiting turn is about to use, again by worth.
+3. what the caller asked to keep, while its TTL runs, again by worth: a caller that asks it for all of its sessions
+   changes nothing among them;
+4. what a waiting turn is about to use.
 
 Soft: everything idle can be given up, so running work never starves, and nothing happens while there is room.
 
@@ -33,6 +35,7 @@ class Tier(IntEnum):
     OVER = 0
     IDLE = 1
     ASKED = 2
+    AWAITED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,15 @@ class Rates(Protocol):
     def rate(self, session: str, now_s: float) -> float: ...
 
 
+class _Even:
+    def rate(self, session: str, now_s: float) -> float:
+        return 1.0
+
+
+EVEN: Rates = _Even()
+"""All sessions alike: `order` is LRU but for what callers said."""
+
+
 def loss_s_per_token(recompute_s: float, load_s: float | None = None) -> float:
     """Seconds per token to have lost KV again. `load_s` None: no lower tier has it."""
     return recompute_s if load_s is None else min(recompute_s, load_s)
@@ -90,7 +102,7 @@ def tier(state: State, now_s: float) -> tuple[Tier, str]:
     if state.superseded:
         return Tier.OVER, "superseded"
     if state.awaited:
-        return Tier.ASKED, "its turn waits"
+        return Tier.AWAITED, "its turn waits"
     if hint.ttl_s is None:
         return Tier.IDLE, "learned"
     if now_s - state.since_s < min(hint.ttl_s, MAX_TTL_S):

@@ -19,25 +19,42 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvsteward.policy.tilts import Tilts, Trait
+
 Key = tuple[str, ...]
 
-BINS = 32
-FIRST_BIN_S = 1.0
+BINS = 40
+FIRST_BIN_S = 0.125
 BINS_PER_OCTAVE = 2
 EDGES_S = (0.0, *(FIRST_BIN_S * 2 ** (i / BINS_PER_OCTAVE) for i in range(BINS)))
 """Bin b is [EDGES_S[b], EDGES_S[b + 1]); the last one has no end."""
+WIDTHS_S = tuple(EDGES_S[b + 1] - EDGES_S[b] for b in range(BINS))
 BORROWED_RETURNS = 2.0
 """How many returns per bin the class above is worth."""
 PRIOR_SHAPE, PRIOR_SCALE_S = 0.75, 10.0
 """The prior hazard is shape / (age + scale): a Lomax (Pareto II) law, half are back after 15 s, 5 % away for 9 min."""
 OWN_GAP_WEIGHT = 0.3
+COUNT_AGAIN = 1.5
+"""A pause that goes on is counted again when it is this much longer."""
 RUNNING: Key = ("running",)
+ENDS = ("stop", "end_turn", "stopped")
+"""Stops after which it is the user's turn."""
 
 
 def bin_of(age_s: float) -> int:
     if age_s < FIRST_BIN_S:
         return 0
     return min(BINS - 1, 1 + int(math.log2(age_s / FIRST_BIN_S) * BINS_PER_OCTAVE))
+
+
+def spent_s(from_s: float, to_s: float) -> list[float]:
+    """Seconds in each bin, from bin 0 to that of `to_s`, between the ages `from_s` and `to_s`."""
+    last = bin_of(to_s)
+    spent = [0.0] * (last + 1)
+    for b in range(bin_of(from_s), last + 1):
+        until_s = to_s if b == last else EDGES_S[b + 1]
+        spent[b] = max(0.0, until_s - max(from_s, EDGES_S[b]))
+    return spent
 
 
 @dataclass(slots=True)
@@ -49,16 +66,14 @@ class Table:
     idle_s: list[float] = field(default_factory=lambda: [0.0] * BINS)
     seen: int = 0
     computed_at: tuple[int, int] = (-1, -1)
-    index: tuple[float, ...] = ()
+    _hazards: tuple[float, ...] = ()
+    _index: tuple[float, ...] = ()
 
-    def idle(self, from_s: float, to_s: float) -> None:
-        """Adds the seconds from age `from_s` to age `to_s`."""
-        while from_s < to_s:
-            b = bin_of(from_s)
-            end_s = EDGES_S[b + 1] if b < BINS - 1 else math.inf
-            until_s = min(to_s, max(end_s, math.nextafter(from_s, math.inf)))
-            self.idle_s[b] += until_s - from_s
-            from_s = until_s
+    def idle(self, spent_s: Sequence[float]) -> None:
+        """Adds idle seconds, by bin from bin 0 on."""
+        for b, seconds in enumerate(spent_s):
+            if seconds > 0.0:
+                self.idle_s[b] += seconds
 
     def came_back(self, age_s: float) -> None:
         self.returns[bin_of(age_s)] += 1
@@ -72,12 +87,19 @@ class Table:
             for n, s, h in zip(self.returns, self.idle_s, above, strict=True)
         ]
 
-    def rate(self, age_s: float) -> float:
+    def lately(self) -> tuple[float, ...]:
+        """`hazards`, as of a few returns ago: computed anew when there is enough news."""
         seen = (self.seen, self.above.seen_above() if self.above else 0)
-        if any(n >= at + 8 + at // 16 for n, at in zip(seen, self.computed_at, strict=True)) or not self.index:
-            self.index = gittins(self.hazards())
+        if any(n >= at + 8 + at // 16 for n, at in zip(seen, self.computed_at, strict=True)) or not self._hazards:
+            self._hazards, self._index = tuple(self.hazards()), ()
             self.computed_at = seen
-        return self.index[bin_of(age_s)]
+        return self._hazards
+
+    def rate(self, age_s: float) -> float:
+        hazards = self.lately()
+        if not self._index:
+            self._index = gittins(hazards)
+        return self._index[bin_of(age_s)]
 
     def seen_above(self) -> int:
         """Returns in this class and all above it."""
@@ -89,33 +111,67 @@ def _prior(b: int) -> float:
 
 
 def gittins(hazards: Sequence[float]) -> tuple[float, ...]:
-    """Per bin: the best P(return by then) / E[seconds until then], over the bin ends `then` from this bin on."""
-    return tuple(_best_rate(hazards, start) for start in range(len(hazards)))
+    """Per bin: the best P(return by then) / E[seconds until then], over the bin ends `then` from this bin on.
+
+    From the last bin to the first, O(bins): it pays to wait through the stretch after a bin as long as that stretch has
+    the better index."""
+    stretches: list[tuple[float, float, float]] = []
+    found: list[float] = []
+    for hazard, width_s in zip(reversed(hazards), reversed(WIDTHS_S), strict=True):
+        stay = math.exp(-hazard * width_s)
+        back, kept_s = 1.0 - stay, (1.0 - stay) / hazard
+        while stretches and stretches[-1][0] * kept_s > back * stretches[-1][1]:
+            next_back, next_kept_s, next_stay = stretches.pop()
+            back += stay * next_back
+            kept_s += stay * next_kept_s
+            stay *= next_stay
+        stretches.append((back, kept_s, stay))
+        found.append(back / kept_s)
+    return tuple(reversed(found))
 
 
-def _best_rate(hazards: Sequence[float], start: int) -> float:
-    still_away, kept_s, best = 1.0, 0.0, 0.0
-    for b in range(start, len(hazards)):
-        left = still_away * math.exp(-hazards[b] * (EDGES_S[b + 1] - EDGES_S[b]))
-        kept_s += (still_away - left) / hazards[b]
-        still_away = left
-        best = max(best, (1.0 - still_away) / kept_s)
-    return best
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What is known of a turn that ended; 0: not known."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+UNKNOWN_SIZE = Size()
 
 
 @dataclass(slots=True)
 class _Pause:
     since_s: float
-    counted_s: float
-    """Up to this age its idle seconds are in the tables."""
     key: Key
+    base: tuple[float, ...]
+    """The class's hazards when the pause began."""
+    traits: tuple[Trait, ...] = ()
+    counted_s: float = 0.0
+    """Up to this age its idle seconds are in the tables."""
+    index: tuple[float, ...] = ()
+    """By bin, made when the pause begins so that a ranking only looks up. Empty: the class's own."""
 
 
 @dataclass(slots=True)
 class _Habit:
+    """How a session has been so far. `slow`: share of gaps far above its usual one, lately; `after_end`: octave of its
+    gap when a task had last ended."""
+
     running: _Pause | None = None
     pause: _Pause | None = None
     log2_gap: float | None = None
+    gaps: tuple[int, int] = (-1, -1)
+    longest: float = 0.0
+    slow: float = 0.0
+    turns: int = 0
+    since_end: int = 0
+    after_end: int = -1
+    stop: str = ""
+    size: Size = UNKNOWN_SIZE
+    grown_tokens: int = 0
+    took_s: float = 0.0
 
 
 class Returns:
@@ -126,6 +182,7 @@ class Returns:
         self._top = Table(None)
         self._tables: OrderedDict[Key, Table] = OrderedDict()
         self._habits: OrderedDict[str, _Habit] = OrderedDict()
+        self._tilts = Tilts(BINS)
 
     def started(self, session: str, now_s: float) -> None:
         """A turn of the session begins: its pause, if there was one, is over."""
@@ -137,12 +194,15 @@ class Returns:
             self._over(habit.running, now_s)
         if habit.pause:
             gap_s = self._over(habit.pause, now_s)
-            self._remember(habit, gap_s)
+            _remember(habit, gap_s)
         habit.pause = None
-        habit.running = _Pause(now_s, 0.0, (*RUNNING, _speed(habit)))
+        key = (*RUNNING, _speed(habit))
+        habit.running = _Pause(now_s, key, self._table(key).lately())
         self._count_oldest(now_s)
 
-    def paused(self, session: str, now_s: float, stop: str = "", tools: Sequence[str] = ()) -> None:
+    def paused(
+        self, session: str, now_s: float, stop: str = "", tools: Sequence[str] = (), size: Size = UNKNOWN_SIZE
+    ) -> None:
         """The turn ended; `stop` and `tools` say why. Of several pending tools the slowest one decides."""
         habit = self._habits.get(session)
         if habit is None:
@@ -150,7 +210,13 @@ class Returns:
             habit = self._habits[session]
         speed = _speed(habit)
         keys = [(stop, tool, speed) for tool in tools[:16]] or [(stop, "", speed)]
-        habit.pause = _Pause(now_s, 0.0, min(keys, key=lambda key: self._table(key).rate(0.0)))
+        key = min(keys, key=lambda key: self._table(key).rate(0.0))
+        if habit.pause is None:  # else it is news of a pause that is known: the turn was what it was
+            _ended(habit, stop, size, now_s)
+        habit.stop = stop
+        traits = _traits(habit, key)
+        base = self._table(key).lately()
+        habit.pause = _Pause(now_s, key, base, traits, index=gittins(self._tilts.hazards(base, traits)))
 
     def ended(self, session: str) -> None:
         """The session is known to be over; what was learned from it stays."""
@@ -164,19 +230,25 @@ class Returns:
         pause = habit.pause or habit.running
         if pause is None:
             return self._top.rate(0.0)
-        return self._table(pause.key).rate(max(0.0, now_s - pause.since_s))
+        age_s = max(0.0, now_s - pause.since_s)
+        if not pause.index:
+            return self._table(pause.key).rate(age_s)
+        return pause.index[bin_of(age_s)]
 
     def _over(self, pause: _Pause, now_s: float) -> float:
         age_s = max(0.0, now_s - pause.since_s)
-        for table in self._chain(pause.key):
-            table.idle(pause.counted_s, age_s)
-            table.came_back(age_s)
+        self._learn(pause, age_s, back=True)
         return age_s
 
-    def _remember(self, habit: _Habit, gap_s: float) -> None:
-        log2_gap = math.log2(max(gap_s, 1.0))
-        before = habit.log2_gap
-        habit.log2_gap = log2_gap if before is None else before + OWN_GAP_WEIGHT * (log2_gap - before)
+    def _learn(self, pause: _Pause, age_s: float, *, back: bool) -> None:
+        spent = spent_s(pause.counted_s, age_s)
+        for table in self._chain(pause.key):
+            table.idle(spent)
+            if back:
+                table.came_back(age_s)
+        if pause.traits:
+            self._tilts.learn(pause.base, pause.traits, spent, bin_of(age_s) if back else None)
+        pause.counted_s = age_s
 
     def _count_oldest(self, now_s: float, sessions: int = 4) -> None:
         """Moves a few of the longest unused sessions' idle seconds into the tables; each call does a bounded part."""
@@ -188,10 +260,8 @@ class Returns:
     def _count(self, habit: _Habit, now_s: float) -> None:
         for pause in (habit.pause, habit.running):
             age_s = now_s - pause.since_s if pause else 0.0
-            if pause and age_s > pause.counted_s:
-                for table in self._chain(pause.key):
-                    table.idle(pause.counted_s, age_s)
-                pause.counted_s = age_s
+            if pause and age_s > pause.counted_s * COUNT_AGAIN + FIRST_BIN_S:
+                self._learn(pause, age_s, back=False)
 
     def _forget(self, session: str, now_s: float) -> None:
         self._count(self._habits.pop(session), now_s)
@@ -214,6 +284,57 @@ class Returns:
         return table
 
 
+def _ended(habit: _Habit, stop: str, size: Size, now_s: float) -> None:
+    habit.turns += 1
+    habit.since_end = 0 if habit.stop in ENDS else habit.since_end + 1
+    habit.took_s = now_s - habit.running.since_s if habit.running else 0.0
+    habit.grown_tokens = max(0, size.prompt_tokens - habit.size.prompt_tokens)
+    habit.size = size
+
+
+def _remember(habit: _Habit, gap_s: float) -> None:
+    log2_gap = math.log2(max(gap_s, 1.0))
+    before = habit.log2_gap
+    habit.log2_gap = log2_gap if before is None else before + OWN_GAP_WEIGHT * (log2_gap - before)
+    habit.gaps = (_octave(gap_s), habit.gaps[0])
+    habit.longest = max(gap_s, habit.longest * 0.85)
+    habit.slow += 0.1 * ((log2_gap > habit.log2_gap + 1.5) - habit.slow)
+    if habit.stop in ENDS:
+        habit.after_end = _octave(gap_s)
+
+
 def _speed(habit: _Habit) -> str:
     """The session's own usual gap, as an octave of seconds: "0" is 1 to 2 s; "" unknown."""
     return "" if habit.log2_gap is None else str(min(7, int(habit.log2_gap)))
+
+
+def _octave(value: float) -> int:
+    return int(math.log2(value)) if value >= 1.0 else 0
+
+
+def _traits(habit: _Habit, key: Key) -> tuple[Trait, ...]:
+    stop, speed = key[0] + "/" + key[1], key[2]
+    out, took = str(_octave(habit.size.output_tokens)), str(_octave(2 * habit.took_s))
+    grown = str(_octave(habit.grown_tokens))
+    last, before = str(habit.gaps[0]), str(habit.gaps[1])
+    longest = str(_octave(habit.longest))
+    return (
+        ("out", out),
+        ("took", took),
+        ("prompt", str(_octave(habit.size.prompt_tokens))),
+        ("grown", grown),
+        ("last", last),
+        ("before", before),
+        ("longest", longest),
+        ("speed", speed),
+        ("stop", stop),
+        ("turns", str(_octave(habit.turns))),
+        ("slow", str(int(8 * habit.slow))),
+        ("since end", str(_octave(habit.since_end))),
+        ("after end", str(habit.after_end)),
+        ("out took", out, took),
+        ("gaps", last, before),
+        ("out stop", out, stop),
+        ("last stop", last, stop),
+        ("speed longest", speed, longest),
+    )

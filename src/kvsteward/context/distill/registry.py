@@ -7,6 +7,7 @@ for a text that is not blank; the first distiller that understands the text and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvsteward.context.distill.base import CountTokens, Distillate, Distiller, Hints
 from kvsteward.context.distill.blobs import Blobs
@@ -66,17 +67,17 @@ def distil(
             found = _fitted(kind, source, limit_tokens, hints, count)
             if found is not None:
                 note = f"{found.note}; {unread}" if unread and source is bounded else found.note
-                return Distillate(found.kind, encodable(found.text), note)
+                return replace(found, note=note)
     return _cut(text, min(limit_tokens, given), count)
 
 
 def encodable(text: str) -> str:
-    """The text without lone surrogates: an escape such as \\ud83d that a distiller read is no character, and a body
-    with it could not be sent."""
+    """The text without lone surrogates: an escape such as \\ud83d alone is no character, and a body with it cannot be
+    sent. Two that belong together become the character that they mean. Never longer in bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
 
@@ -89,6 +90,7 @@ def _fitted(kind: Distiller, text: str, limit: int, hints: Hints, count: CountTo
         found = kind.distil(text, max(1, int(aim)), hints, count)
         if found is None:
             return best
+        found = replace(found, text=encodable(found.text))
         tokens = count(found.text)
         if tokens <= limit:
             if found.text.strip() and tokens > best_tokens:

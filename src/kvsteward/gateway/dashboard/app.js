@@ -347,12 +347,12 @@ function drawCharts() {
 
 // -- the list of sessions -----------------------------------------------------------------------------------------
 
-const COLUMNS = ["turns", "resident", "view", "log", "saved", "age", "ttl"];
-const LABELS = { turns: "Turns", resident: "Resident", view: "View", log: "Log", saved: "Saved", age: "Age", ttl: "TTL left" };
+const COLUMNS = ["turns", "resident", "held", "view", "log", "saved", "age", "ttl"];
+const LABELS = { turns: "Turns", resident: "Resident", held: "Idle in engine", view: "View", log: "Log", saved: "Saved", age: "Age", ttl: "TTL left" };
 
 function newRow(session) {
   const button = make("button", { type: "button", class: "pick" }, make("span", { class: "swatch" }), make("span", { class: "name" }));
-  const cells = Object.fromEntries(COLUMNS.map((name) => [name, make("td", { class: "n", "data-label": LABELS[name] })]));
+  const cells = Object.fromEntries(COLUMNS.map((name) => [name, make("td", { class: name === "held" ? "n held" : "n", "data-label": LABELS[name] })]));
   const status = make("td", { class: "state" });
   const row = make("tr", {}, make("th", { scope: "row" }, button), status, ...Object.values(cells));
   row.addEventListener("click", () => select(session.id));
@@ -377,6 +377,7 @@ function fillRow(parts, session, now) {
   status.dataset.state = session.state;
   put(cells.turns, count(session.turns));
   put(cells.resident, count(session.tokens_resident));
+  put(cells.held, count(session.engine_tokens));
   put(cells.view, count(session.tokens_in_view));
   put(cells.log, count(session.tokens_in_log));
   put(cells.saved, count(session.tokens_saved));
@@ -387,6 +388,7 @@ function fillRow(parts, session, now) {
 /** Newest first by birth, so that no row jumps while it is read; rows are kept, so that focus stays. */
 function drawSessions() {
   const { sessions, now_s: now } = state.memory;
+  document.body.toggleAttribute("data-held", sessions.some((session) => session.engine_tokens !== null));
   const order = [...sessions].sort((a, b) => b.created_s - a.created_s || (a.id < b.id ? -1 : 1));
   const alive = new Set(order.map((session) => session.id));
   for (const [id, parts] of state.rows) if (!alive.has(id)) { parts.row.remove(); state.rows.delete(id); }
@@ -400,7 +402,9 @@ function drawSessions() {
   const most = sessions.length === SHOWN_SESSIONS ? `the ${SHOWN_SESSIONS} used last` : String(sessions.length);
   const budget = count(state.memory.budget_tokens);
   const saved = sessions.reduce((sum, session) => sum + session.tokens_saved, 0);
-  put("sessions-count", sessions.length ? `${most} · budget ${budget} each · ${count(saved)} tokens saved` : `none · budget ${budget} each`);
+  const again = sessions.reduce((sum, session) => sum + session.tokens_prefilled_again, 0);
+  const cost = again ? `, ${count(again)} prefilled again after compactions` : "";
+  put("sessions-count", sessions.length ? `${most} · budget ${budget} each · ${count(saved)} tokens saved${cost}` : `none · budget ${budget} each`);
   $("empty").hidden = sessions.length > 0;
   put("empty", `No session yet. Point an agent at ${location.origin}/v1, or start a chat.`);
 }
@@ -419,13 +423,21 @@ function select(id, fresh = false) {
 
 const found = (id) => state.memory && state.memory.sessions.find((session) => session.id === id);
 
+/** Where its KV is, as far as this key may see it. */
+function where(session) {
+  if (!session.engine) return "";
+  return ` · ${session.engine}${session.engine_blocks === null ? "" : `, ${count(session.engine_blocks)} idle blocks`}`;
+}
+
 function drawDetail() {
   const chosen = state.selected;
   if (!chosen) return;
   const session = found(chosen.id);
   put("detail-title", session && session.title ? cut(session.title, 60) : chosen.id);
+  const again = session && session.compactions
+    ? ` · ${count(session.compactions)} compactions, ${count(session.tokens_prefilled_again)} tokens prefilled again` : "";
   put("detail-sub", session
-    ? `${cut(session.id, 40)} · ${session.state} · view ${count(session.tokens_in_view)} of ${count(session.tokens_in_log)} tokens`
+    ? `${cut(session.id, 40)} · ${session.state} · view ${count(session.tokens_in_view)} of ${count(session.tokens_in_log)} tokens${where(session)}${again}`
     : "new session");
   if (session && !state.chat && `${session.head} ${session.state}` !== chosen.seen) refresh();
 }
@@ -546,9 +558,10 @@ function drawNote() {
   if (!view) return put("tab-note", "\u00a0");
   const words = fates(log, view).map(([word]) => word);
   const of = (word) => words.filter((w) => w === word).length;
+  const summary = view.summary ? ` · the engine's summary was ${view.summary.outcome}${view.summary.reason ? `: ${view.summary.reason}` : ""}` : "";
   put("tab-note", state.tab === "log"
     ? `${count(log.length)} messages: ${of("condensed")} condensed, ${of("reduced")} reduced`
-    : `${count(view.messages.length)} messages, ${count(view.tokens)} tokens${view.exact ? "" : " (estimate)"}: what the model sees`);
+    : `${count(view.messages.length)} messages, ${count(view.tokens)} tokens${view.exact ? "" : " (estimate)"}: what the model sees${summary}`);
   return undefined;
 }
 

@@ -66,15 +66,16 @@ class Ranked(Order):
     """Whole sessions in the order of `rank`, in each session LRU.
 
     `rank` gets the blocks of each session ("" for those of none) and returns session names, the first to be given up
-    first; sessions that it leaves out go last. It is asked again when `stale` was called or when the sessions that it
-    named are used up. It is called under the pool's lock: it must be quick.
+    first; sessions that it leaves out go last. It is asked again when `stale` was called, after `every` blocks, and
+    when the sessions that it named are used up. It is called under the pool's lock: it must be quick.
     """
 
-    def __init__(self, rank: Callable[[Mapping[str, int]], Sequence[str]]) -> None:
-        self._rank = rank
+    def __init__(self, rank: Callable[[Mapping[str, int]], Sequence[str]], every: int = 64) -> None:
+        self._rank, self._every = rank, every
         self._groups: dict[str, LRU] = {}
         self._where: dict[bytes, str] = {}
         self._ranking: list[str] = []
+        self._left = 0
 
     def stale(self) -> None:
         """What sessions are worth has changed."""
@@ -97,15 +98,15 @@ class Ranked(Order):
         if not self._groups:
             return None
         while True:
-            while self._ranking:
+            while self._ranking and self._left:
                 if self._ranking[-1] in self._groups:
+                    self._left -= 1
                     return self._pop_of(self._ranking[-1])
                 self._ranking.pop()
-            named = [
-                s for s in dict.fromkeys(self._rank({s: len(g) for s, g in self._groups.items()})) if s in self._groups
-            ]
-            rest = [s for s in self._groups if s not in set(named)]
-            self._ranking = [*named, *rest][::-1]
+            sizes = {session: len(group) for session, group in self._groups.items()}
+            named = [session for session in dict.fromkeys(self._rank(sizes)) if session in sizes]
+            self._ranking = [*named, *(session for session in sizes if session not in set(named))][::-1]
+            self._left = self._every
 
     def _pop_of(self, session: str) -> bytes | None:
         key = self._groups[session].pop()

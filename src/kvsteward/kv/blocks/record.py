@@ -87,6 +87,10 @@ class Reason(StrEnum):
     CLOSED = "closed"
 
 
+DAMAGED = frozenset({Reason.TRUNCATED, Reason.CHECKSUM, Reason.FOREIGN, Reason.WRONG_KEY})
+"""Records that their tier is told to drop: nobody can use them under that key."""
+
+
 @dataclass(frozen=True, slots=True)
 class Miss:
     reason: Reason

@@ -21,12 +21,10 @@ from dataclasses import dataclass, field
 from kvsteward.errors import ConfigError, InvariantError
 from kvsteward.kv.blocks.codecs import Codec, Raw
 from kvsteward.kv.blocks.host import HostFigures, HostPool, Slot
-from kvsteward.kv.blocks.record import HEADER_BYTES, Miss, Reason, crc, decode, encode_header, payload_crc
+from kvsteward.kv.blocks.record import DAMAGED, HEADER_BYTES, Miss, Reason, crc, decode, encode_header, payload_crc
 from kvsteward.kv.blocks.tier import Tier, TierFigures, Write
 
 log = logging.getLogger("kvsteward.blocks")
-DAMAGED = frozenset({Reason.TRUNCATED, Reason.CHECKSUM, Reason.FOREIGN, Reason.WRONG_KEY})
-"""Records that their tier is told to drop: nobody can use them under that key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +161,7 @@ class BlockStore:
     fingerprint (`Fingerprint.codec`), so that nobody takes its blocks for exact ones.
 
     `queue_blocks` bounds the blocks that wait to be written to each tier, which are pinned meanwhile (default: a
-    quarter of the pool, 256 at most); `load_blocks` those that are being looked for; `batch_blocks` those of one read
+    quarter of the pool, 1,024 at most); `load_blocks` those that are being looked for; `batch_blocks` those of one read
     or write. `loaders` threads read, `sealers` make checksums and encode, one per tier writes. `check_host`:
     `get_into` checks the checksum again, and `put` makes it.
     """
@@ -186,7 +184,7 @@ class BlockStore:
         wall: Callable[[], float] = time.time,
     ) -> None:
         if queue_blocks is None:
-            queue_blocks = max(1, min(256, len(host.slots) // 4))
+            queue_blocks = max(1, min(1024, len(host.slots) // 2))
         for name, value in (
             ("queue_blocks", queue_blocks),
             ("load_blocks", load_blocks),
@@ -467,17 +465,18 @@ class BlockStore:
                 self._changed.notify_all()
 
     def _parts(self, item: _Outgoing) -> tuple[memoryview | bytes, ...]:
-        slot = item.slot
-        if self._codec.number == Raw.number:
-            if not slot.sealed:
-                self._seal(slot, item.key, item.expires_s)
-                slot.sealed = True
-            return (slot.record,)
-        payload = self._codec.encode(slot.block)
-        header = encode_header(
-            item.key, payload, codec=self._codec.number, raw_bytes=slot.block.nbytes, expires_s=item.expires_s
-        )
-        return (header, payload)
+        """The record; the block as it is where the codec does not make it smaller, so no record is larger than a
+        slot."""
+        slot, number = item.slot, self._codec.number
+        payload = None if number == Raw.number else self._codec.encode(slot.block)
+        if payload is not None and memoryview(payload).nbytes < slot.block.nbytes:
+            raw_bytes = slot.block.nbytes
+            header = encode_header(item.key, payload, codec=number, raw_bytes=raw_bytes, expires_s=item.expires_s)
+            return (header, payload)
+        if not slot.sealed:
+            self._seal(slot, item.key, item.expires_s)
+            slot.sealed = True
+        return (slot.record,)
 
     def _write_all(self, number: int) -> None:
         tier, queue = self.tiers[number], self._writes[number]

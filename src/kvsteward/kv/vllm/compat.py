@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -37,6 +37,7 @@ from kvsteward.errors import ConfigError, InvariantError
 from kvsteward.kv.blocks import Fingerprint
 from kvsteward.kv.vllm.copies import Copies, Shape
 from kvsteward.kv.vllm.free_list import FreeList
+from kvsteward.policy.returns import Size
 
 __all__ = [
     "KVConnectorBase_V1",
@@ -139,6 +140,11 @@ def stop_reason(request: Any) -> str:
 
 
 # moving KV
+
+
+def same_weights(request: Any) -> bool:
+    """No adapter: vLLM's hashes name one by its path, and another one may lie there tomorrow."""
+    return request.lora_request is None
 
 
 def tenant_session(request: Any) -> str:
@@ -293,3 +299,21 @@ def uncache(manager: Any, pool: Any, request_ids: Iterable[str], bad: set[int]) 
         first = next((n for n, block in enumerate(ids) if block in bad), len(ids))
         pool.evict_blocks(set(ids[first:]))
     pool.evict_blocks(bad)
+
+
+def size(request: Any) -> Size:
+    return Size(int(request.num_prompt_tokens), int(request.num_output_tokens))
+
+
+def followed(request: Any, pool: Any, cached_tokens: int, follows: Callable[[int], bool]) -> tuple[list[bytes], int]:
+    """Hashes of those of the prompt's blocks that `follows` takes, and how many of them lie in its first
+    `cached_tokens`. A last block that ends with the prompt is left out: vLLM computes it in any case."""
+    hash_tokens = int(pool.hash_block_size)
+    whole = (request.num_prompt_tokens - 1) // hash_tokens
+    numbered = [
+        (at, block_hash)
+        for at, block_hash in enumerate(request.block_hashes[:whole])
+        if follows(int.from_bytes(block_hash[:8], "little"))
+    ]
+    cached = cached_tokens // hash_tokens
+    return [block_hash for _, block_hash in numbered], sum(1 for at, _ in numbered if at < cached)

@@ -73,6 +73,8 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._pool: Any = None
         self._steward: Steward | None = None
         self._told: dict[str, Told] = {}
+        self._matched = ("", 0)
+        """The request that is being scheduled, and how many of its tokens the pool has."""
         self._tiers: tiers.Tiers | None = None
         self._worker: Worker | None = None
         self._deaf = False
@@ -130,7 +132,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
                 session = compat.tenant_session(request) or told.session
                 if session:
                     below.loads.forget(session)
-            elif below is not None and not told.note:
+            elif below is not None and not told.note and compat.same_weights(request):
                 below.loads.began(request, compat.tenant_session(request), told.hint.ttl_s)
 
     def request_finished_all_groups(
@@ -141,7 +143,8 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             if steward is not None and not told.note:
                 blocks = [block_id for group in block_ids for block_id in group]
                 reason = compat.stop_reason(request)
-                steward.ended(request.request_id, request.session_id, told, reason, blocks)
+                size = compat.size(request)
+                steward.ended(request.request_id, request.session_id, told, reason, blocks, size)
         with self._guard_tiers() as below:
             if below is not None:
                 below.loads.ended(request, block_ids[0], final=told.over)
@@ -152,12 +155,19 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens: int | None = 0
+        self._matched = (request.request_id, num_computed_tokens)
         with self._guard_tiers() as below:
             if below is not None:
                 tokens = below.loads.matched(request, num_computed_tokens)
         return tokens, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        request_id, tokens = self._matched
+        self._matched = ("", 0)
+        with self._guard() as steward:
+            told = self._told.get(request.request_id, Told())
+            if steward is not None and request_id == request.request_id and not told.note:
+                steward.matched(*compat.followed(request, self._pool, tokens, steward.follows))
         with self._guard_tiers() as below:
             if below is not None:
                 below.loads.allocated(request, compat.allocated(blocks), num_external_tokens)
@@ -207,7 +217,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     def reset_cache(self) -> bool | None:
         with self._guard() as steward:
             if steward is not None:
-                steward.free.clear()
+                steward.clear()
         with self._guard_tiers() as below:
             if below is not None:
                 below.reset()

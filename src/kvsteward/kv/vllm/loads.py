@@ -327,6 +327,9 @@ class Loads:
 
     def _save(self, turn: _Turn, full: int, block_ids: Sequence[int]) -> list[tuple[int, int]]:
         """Slots for those of the first `full` blocks that the store does not have."""
+        if turn.ttl_s == 0:  # the caller said: do not keep
+            turn.saved = max(turn.saved, full)
+            return []
         keys, pairs, now = self._keys(turn), [], self._clock()
         full = min(full, len(keys))
         while turn.saved < full:

@@ -2,7 +2,8 @@
 
 A turn is told by `began` (queued), and `ended` with the ids of its blocks just before they become free. Turns without a
 session are owners of their own; blocks that several sessions used are an owner of their own too, whose returns are
-learned like a session's. The order is asked for at most every `reorder_s` and is good until then.
+learned like a session's. The order is asked for at most every `reorder_s` and is good until then. While
+`policy.guard` finds that LRU does better, what was learned is not used; the caller's word still is.
 
 No vLLM import, no clock (`now` comes in), no I/O. Invariant: sessions, hints and queued turns held are bounded.
 """
@@ -10,14 +11,15 @@ No vLLM import, no clock (`now` comes in), no I/O. Invariant: sessions, hints an
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from kvsteward.kv.vllm.free_list import FreeList, Run
 from kvsteward.kv.vllm.hints import Told
-from kvsteward.policy.retention import NO_HINT, Hint, State, order
-from kvsteward.policy.returns import Returns
+from kvsteward.policy.guard import Guard
+from kvsteward.policy.retention import EVEN, NO_HINT, Hint, State, order
+from kvsteward.policy.returns import UNKNOWN_SIZE, Returns, Size
 
 SHARED = "shared:"
 ALONE = "request:"
@@ -51,6 +53,8 @@ class Figures:
     """Hints that said `final`."""
     kept: int = 0
     """Hints that asked to keep."""
+    lru: bool = False
+    """What was learned is not used now: LRU was better."""
 
     def tokens(self, session: str) -> int:
         return self.sessions.get(session, 0) * self.block_tokens
@@ -73,6 +77,7 @@ class Steward:
         self.kept = 0
         self._clock, self._block_tokens, self._reorder_s = clock, block_tokens, reorder_s
         self._returns = Returns(max_sessions=max_owners)
+        self._guard = Guard(len(blocks))
         self._owners: OrderedDict[str, _Owner] = OrderedDict()
         self._max_owners = max_owners
         self._born: OrderedDict[int, tuple[float, int]] = OrderedDict()
@@ -91,7 +96,23 @@ class Steward:
             self._over = [other for other in self._over if other != name]
         self._returns.started(name, self._clock())
 
-    def ended(self, request: str, session: str | None, told: Told, stop: str, block_ids: Iterable[int]) -> None:
+    def follows(self, number: int) -> bool:
+        """Does the guard follow the block of that number (of its content)?"""
+        return number % self._guard.every == 0
+
+    def matched(self, followed: Sequence[Hashable], hits: int) -> None:
+        """A turn has its blocks: those of them that the guard follows, head first, and how many were in the pool."""
+        self._guard.turn(followed, hits)
+
+    def ended(
+        self,
+        request: str,
+        session: str | None,
+        told: Told,
+        stop: str,
+        block_ids: Iterable[int],
+        size: Size = UNKNOWN_SIZE,
+    ) -> None:
         """The turn is over; its blocks are about to be freed."""
         name, now = session or ALONE + request, self._clock()
         owner = self._owner(name)
@@ -99,7 +120,7 @@ class Steward:
         owner.hint, owner.since_s = told.hint, now
         owner.turns += 1
         self._turns += 1
-        self._returns.paused(name, now, told.stop or (stop if session else "alone"), told.tools)
+        self._returns.paused(name, now, told.stop or (stop if session else "alone"), told.tools, size)
         self.free.own(block_ids, name, lambda owner_name: SHARED + owner_name)
         self._count(told)
         if told.hint.final:
@@ -143,7 +164,13 @@ class Steward:
             {name: now - owner.since_s for name in held if (owner := self._owners.get(name)) is not None},
             self.released,
             self.kept,
+            self._guard.lru,
         )
+
+    def clear(self) -> None:
+        """The cache was reset."""
+        self.free.clear()
+        self._guard.clear()
 
     def _count(self, told: Told) -> None:
         self.released += told.hint.final
@@ -165,7 +192,8 @@ class Steward:
         states = [self._state(run, now) for run in islice(runs.values(), MAX_RANKED)]
         for number in [n for n in self._born if n not in runs]:
             del self._born[number]
-        return [int(give.name) for give in order(states, self._returns, now)]
+        rates = EVEN if self._guard.lru else self._returns
+        return [int(give.name) for give in order(states, rates, now)]
 
     def _state(self, run: Run, now: float) -> State:
         name = run.owner or f"{LOOSE}{run.number}"
@@ -182,7 +210,7 @@ class Steward:
             name,
             len(run.blocks),
             min(since, owner.since_s) if owner.since_s else since,
-            superseded=self._superseded(run, owner, turns),
+            superseded=not self._guard.lru and self._superseded(run, owner, turns),
             awaited=bool(owner.queued),
             hint=owner.hint,
         )

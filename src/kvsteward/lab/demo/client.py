@@ -61,6 +61,10 @@ class Client:
         """What the model sees of this session, and what was decided to get there."""
         return await self._get("view")
 
+    async def session(self) -> dict[str, Any]:
+        """The session's own figures."""
+        return await self._get("")
+
     async def log_has(self, value: str) -> list[Mapping[str, Any]]:
         """Messages of the log that hold a text."""
         found = await self._get("log", q=value)
@@ -73,7 +77,8 @@ class Client:
             return (await reply.json())["message"] if reply.status == 200 else None
 
     async def _get(self, what: str, **query: str) -> dict[str, Any]:
-        async with self._http.get(f"{self._url}/v1/sessions/{self._session_id}/{what}", params=query) as reply:
+        url = f"{self._url}/v1/sessions/{self._session_id}/{what}".rstrip("/")
+        async with self._http.get(url, params=query) as reply:
             reply.raise_for_status()
             found: dict[str, Any] = await reply.json(loads=orjson.loads)
             return found

@@ -5,7 +5,7 @@ Pure. Invariant: the JSON object's keys are stable; figures that were not measur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import quantiles
 from typing import Any
@@ -84,6 +84,10 @@ class Outcome:
     compactions: int
     log_tokens: int
     facts: Facts
+    again_tokens: int = 0
+    """Prefilled again because compactions changed the prompt."""
+    summaries: Mapping[str, int] = field(default_factory=dict)
+    """What became of the engine's summaries: outcome -> how often."""
 
     def as_json(self) -> dict[str, Any]:
         through, managed, facts = self.passthrough, self.managed, self.facts
@@ -104,6 +108,8 @@ class Outcome:
                 "errors": managed.errors[:5],
                 "max_resident_tokens": managed.max_resident_tokens,
                 "compactions": self.compactions,
+                "compaction_prefill_tokens": self.again_tokens,
+                "summaries": dict(self.summaries),
                 "prompt_tokens": prompt,
                 "cached_tokens": cached,
                 "cached_ratio": round(cached / prompt, 4) if prompt else None,
@@ -146,6 +152,8 @@ class Outcome:
             row("time to first token, p50 / ms", *(m.ttft_ms(50) for m in modes)),
             row("time to first token, p95 / ms", *(m.ttft_ms(95) for m in modes)),
             row("compactions", None, self.compactions),
+            row("tokens that compactions had prefilled again", None, self.again_tokens),
+            row("summaries by the engine", None, ", ".join(f"{n} {o}" for o, n in sorted(self.summaries.items())) or 0),
             row("tokens in the log", None, self.log_tokens),
             row("facts used again: in view", None, f"{facts.in_view} of {facts.probed}"),
             row("facts used again: recallable by hash", None, facts.recallable),

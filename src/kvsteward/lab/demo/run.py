@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
@@ -74,6 +75,7 @@ async def run_demo(options: DemoOptions, progress: Progress) -> Outcome:
             client = Client(http, gateway.url, f"demo-{run_id}", "managed")
             managed, facts = await _managed(client, script, _judge(options), options, progress)
             account = await client.view() if managed.completed else {}
+            session = await client.session() if managed.completed else {}
     return Outcome(
         source=script.source,
         turns=len(script.turns),
@@ -82,8 +84,16 @@ async def run_demo(options: DemoOptions, progress: Progress) -> Outcome:
         managed=managed,
         compactions=sum(d["kind"] == "compact" for d in account.get("decisions", ())),
         log_tokens=int(account.get("log_tokens", 0)),
+        again_tokens=int(session.get("tokens_prefilled_again", 0)),
+        summaries=_summaries(account.get("decisions", ())),
         facts=facts,
     )
+
+
+def _summaries(decisions: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """What became of the engine's summary, compaction by compaction."""
+    judged = (d["payload"].get("judged") for d in decisions if d["kind"] == "compact")
+    return dict(Counter(str(verdict["outcome"]) for verdict in judged if verdict))
 
 
 def _script(options: DemoOptions, folder: Path) -> Script:

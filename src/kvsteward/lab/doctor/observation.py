@@ -16,7 +16,7 @@ from kvsteward.lab.doctor.finding import CannotJudge
 from kvsteward.lab.doctor.knobs import Knob, change, changes, given
 from kvsteward.lab.doctor.names import METRICS, Metrics, Names
 from kvsteward.lab.doctor.page import Histogram, Page
-from kvsteward.lab.doctor.prompts import PromptReport
+from kvsteward.lab.prompts import PromptReport
 from kvsteward.ledger import ModelSpec
 
 T = TypeVar("T")

@@ -17,10 +17,10 @@ from kvsteward.lab.doctor.knobs import read_flags
 from kvsteward.lab.doctor.names import GATEWAY
 from kvsteward.lab.doctor.observation import Observation, TorchMemory
 from kvsteward.lab.doctor.probe import Probe, Seen
-from kvsteward.lab.doctor.prompts import PromptReport, compare_prompts, read_requests
 from kvsteward.lab.doctor.report import Report, diagnose
 from kvsteward.lab.doctor.saved import read_saved
 from kvsteward.lab.doctor.setup import with_flags
+from kvsteward.lab.prompts import PromptReport, compare_prompts, read_requests
 from kvsteward.ledger import ModelSpec, parse_header, read_header
 
 _HEADER_BYTES = 64 << 20

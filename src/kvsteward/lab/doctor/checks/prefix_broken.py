@@ -10,7 +10,7 @@ from collections import Counter
 
 from kvsteward.lab.doctor.finding import CannotJudge, Check, Clear, Finding, Lever, Severity
 from kvsteward.lab.doctor.observation import Observation
-from kvsteward.lab.doctor.prompts import Break, PromptReport
+from kvsteward.lab.prompts import ADVICE, Break, PromptReport
 
 _NEAR_NOTHING = 0.1
 _REQUESTS = 6
@@ -19,16 +19,6 @@ _DEFAULT_BLOCK = 16
 _EARLY = 0.5
 _BROKEN_SHARE = 0.2
 
-_DO = {
-    "a billing line": "remove or fix the line; for Claude Code set CLAUDE_CODE_ATTRIBUTION_HEADER=0",
-    "a date or time": "move the time out of the front: into the newest user message, or round it to the day",
-    "an id": "move the id out of the front: into the newest message, a header or `user`",
-    "a number": "move the number out of the front, into the newest message",
-    "the order of the tools": "send the tools in one order (sort them by name)",
-    "the tools themselves": "send one set of tools for the whole session",
-    "a history that is rewritten (compaction)": "compact seldom and in big steps, not a little each turn",
-    "text that changes": "move what changes to the end of the prompt",
-}
 _KVSTEWARD = "kvsteward serve in front: it keeps what was sent append-only and normalises such lines"
 
 
@@ -81,7 +71,7 @@ def _from_requests(o: Observation, prompts: PromptReport) -> Finding | Clear:
     except CannotJudge:
         evidence.append("the engine itself was not asked for prefixes in the window")
     return _finding(
-        f"{kind} at the front of the prompt breaks the prefix cache", tuple(evidence), (_DO[kind], _KVSTEWARD)
+        f"{kind} at the front of the prompt breaks the prefix cache", tuple(evidence), (ADVICE[kind], _KVSTEWARD)
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsteward.errors import ConfigError
-from kvsteward.lab.doctor.prompts import compare_prompts, read_requests
+from kvsteward.lab.prompts import compare_prompts, read_requests
 
 RULES = "You are a coding agent. Follow the rules of the house. " * 12
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("read", "write", "search")]
