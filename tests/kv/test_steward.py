@@ -198,7 +198,7 @@ def test_a_note_of_a_slow_tool_lets_its_session_go_first():
 
 def test_round_robin_beyond_the_pool_is_reused_where_lru_reuses_nothing():
     """8 sessions of 10 blocks, 60 blocks: LRU always evicts just what comes next."""
-    pool, lru = Pool(60, reorder_s=1e9), Pool(60)  # ranking takes no time by this clock, so it is done in each step
+    pool, lru = Pool(60, reorder_s=1e9), Pool(60)  # few runs are ranked in each step, whatever `reorder_s` says
     lru.steward.free.ranked_by(None)
     reused, by_lru = 0, 0
     for turn in range(8 * 12):
