@@ -1,39 +1,42 @@
-"""WEKA's order on a real vLLM: its own free list, kvsteward's connector, and the oracle.
+"""Recorded sessions, or sessions in a circle, on a real vLLM: its own free list, kvsteward's connector, and the oracle.
 
-    python benchmarks/retention_order.py --python VLLM_PYTHON --model DIR [--pools 0.2,0.3,0.45,0.6]
-        [--kinds stock,ours,stops,finals] [--layers 4] [--json FILE]
+    VLLM_PYTHON benchmarks/retention_order.py --model DIR [--order weka|circle] [--pools 0.15,0.25,0.4]
+        [--kinds stock,ours,stops,finals] [--layers 1] [--json FILE]
 
-Recorded coding-agent sessions (../shared/data/traces/weka), `--alive` at once, in the order of their requests, one
-after the other and without waiting: a pause is as long as the other sessions' work in it. All lengths are divided by
-one number so that the longest prompt fits `--context`; what two requests share is scaled alike. Prompts are token
-ids, answers one token. `--pools`: sizes as shares of what the live sessions hold at their peak.
+`weka`: coding-agent sessions (../shared/data/traces/weka), `--alive` at once, in the order of their requests, one after
+the other and without waiting: a pause is as long as the other sessions' work in it. All lengths are divided by one
+number so that the longest prompt fits `--context`; what two requests share is scaled alike. `circle`: `--sessions`
+take turns, each with its whole history and 60 tokens more. Prompts are token ids, answers one token.
+`--pools`: sizes as shares of what live sessions hold at their peak, so 0.5 is a working set of 2 x the pool.
 
 `ours` is told nothing but the session's id, `stops` also why each turn stopped (as a gateway tells it), `finals` also
 which turn of a session was the last. Oracle: Belady on blocks, simulated on the same turns; LRU is simulated too, to
-be compared with stock. `--layers` cuts the model and leaves its weights random: what is reused is the same, and more
-turns fit the time. Without `--python` all is simulated.
+be compared with stock. The engine runs in this process, one after the other. `--layers` cuts the model and leaves its
+weights random: what is reused is the same, and more turns fit the time. With `--simulate` there is no vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import random
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retention_engine import BLOCK_TOKENS, server
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+from retention_engine import BLOCK_TOKENS, CONNECTOR
 from retention_sim import LRU, Learned, Oracle, Policy, Request, replay, trace
 
 WEKA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "traces" / "weka" / "weka_compact.jsonl.gz"
 WEKA_BLOCK = 64
 STOPS = {"tool_use": "tool_calls", "end_turn": "stop"}
-HINTS = ("ours", "stops", "finals")
 FIRST_ID, LAST_ID = 1000, 40000
+GROWTH_TOKENS = 60
 
 
 class Turn(NamedTuple):
@@ -43,24 +46,35 @@ class Turn(NamedTuple):
     prompt: tuple[int, ...]
 
 
-def turns(requests: Sequence[Request], context_tokens: int) -> list[Turn]:
+def scaled(requests: Sequence[Request], context_tokens: int) -> list[Turn]:
     """The requests with all lengths divided by one number, in their order, one a second."""
     ratio = (context_tokens - 8) / (max(r.blocks for r in requests) * WEKA_BLOCK)
     made: dict[tuple[str, int], tuple[int, ...]] = {}
     found: list[Turn] = []
-    last = {r.session: i for i, r in enumerate(requests)}
     for at, r in enumerate(requests):
-        rng = random.Random(f"{r.session} {r.number}")
-        parent = made.get((r.session, r.parent), ())
-        head = parent[: int(r.shared * WEKA_BLOCK * ratio)]
+        head = made.get((r.session, r.parent), ())[: int(r.shared * WEKA_BLOCK * ratio)]
         fresh = max(1, int(r.blocks * WEKA_BLOCK * ratio) - len(head))
-        prompt = head + tuple(rng.randrange(FIRST_ID, LAST_ID) for _ in range(fresh))
-        made[r.session, r.number] = prompt
-        shared, whole = len(head) // BLOCK_TOKENS, len(prompt) // BLOCK_TOKENS
-        over = last[r.session] == at and r.last
-        request = r._replace(t=float(at), ends=at + 0.5, shared=shared, blocks=max(1, whole), last=over)
-        found.append(Turn(request, prompt))
+        found.append(_turn(at, r, head, fresh))
+        made[r.session, r.number] = found[-1].prompt
     return found
+
+
+def circle(sessions: int, rounds: int, tokens: int) -> list[Turn]:
+    """Each of the sessions in turn; histories begin with `tokens`."""
+    found: list[Turn] = []
+    for at in range(sessions * rounds):
+        name, number = f"s{at % sessions}", at // sessions
+        request = Request(0.0, name, number, number - 1, 0, 0, 0.0, "end_turn", number == rounds - 1)
+        head = found[at - sessions].prompt if number else ()
+        found.append(_turn(at, request, head, GROWTH_TOKENS if number else tokens))
+    return found
+
+
+def _turn(at: int, request: Request, head: tuple[int, ...], fresh: int) -> Turn:
+    rng = random.Random(f"{request.session} {request.number}")
+    prompt = head + tuple(rng.randrange(FIRST_ID, LAST_ID) for _ in range(fresh))
+    whole, shared = max(1, len(prompt) // BLOCK_TOKENS), len(head) // BLOCK_TOKENS
+    return Turn(request._replace(t=float(at), ends=at + 0.5, shared=shared, blocks=whole), prompt)
 
 
 def peak_blocks(requests: Sequence[Request]) -> int:
@@ -75,29 +89,53 @@ def peak_blocks(requests: Sequence[Request]) -> int:
     return peak
 
 
-def play(url: str, played: Sequence[Turn], kind: str, budget_s: float) -> tuple[list[tuple[int, int, float]], float]:
-    """(prompt tokens, cached tokens, started at) of each turn, and the wall time. Stops at `budget_s`."""
-    usages, began = [], time.monotonic()
-    for turn in played:
-        if time.monotonic() - began > budget_s:
-            break
-        r = turn.request
-        body: dict[str, Any] = {"model": "smol", "prompt": turn.prompt, "max_tokens": 1, "temperature": 0}
-        hint: dict[str, Any] = {"version": 1}
-        if kind in ("stops", "finals") and r.stop in STOPS:
-            hint["stop"] = STOPS[r.stop]
-        if kind == "finals" and r.last:
-            hint["final"] = True
-        if len(hint) > 1:
-            body["kv_transfer_params"] = {"kvsteward": hint}
-        headers = {"Content-Type": "application/json", "X-Session-ID": r.session}
-        at_s = time.monotonic() - began
-        ask = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(ask, timeout=300) as response:
-            usage = json.load(response)["usage"]
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        usages.append((usage["prompt_tokens"], cached, at_s))
-    return usages, time.monotonic() - began
+def play(played: Sequence[Turn], kind: str, blocks: int, options: argparse.Namespace) -> tuple[int, float]:
+    """(cached tokens of all turns, seconds) on an engine of its own."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    more: dict[str, Any] = {}
+    if kind != "stock":
+        more["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": {}}
+    if options.layers:
+        more |= {"hf_overrides": {"num_hidden_layers": options.layers}, "load_format": "dummy"}
+    arguments = EngineArgs(
+        model=options.model,
+        max_model_len=max(len(turn.prompt) for turn in played) + 2,
+        enforce_eager=True,
+        block_size=BLOCK_TOKENS,
+        num_gpu_blocks_override=blocks,
+        enable_prefix_caching=True,
+        **more,
+    )
+    engine = LLMEngine.from_engine_args(arguments)
+    cached, began = 0, time.monotonic()
+    try:
+        for number, turn in enumerate(played):
+            extra = {"kv_transfer_params": {"kvsteward": told}} if (told := _told(kind, turn.request)) else None
+            params = SamplingParams(max_tokens=1, temperature=0.0, extra_args=extra)
+            prompt: Any = {"prompt_token_ids": list(turn.prompt)}
+            engine.add_request(str(number), prompt, params, session_id=turn.request.session)
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    cached += (output.num_cached_tokens or 0) if output.finished else 0
+    finally:
+        engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+    return cached, time.monotonic() - began
+
+
+def _told(kind: str, request: Request) -> dict[str, Any] | None:
+    hint: dict[str, Any] = {}
+    if kind in ("stops", "finals") and request.stop in STOPS:
+        hint["stop"] = STOPS[request.stop]
+    if kind == "finals" and request.last:
+        hint["final"] = True
+    return {"version": 1, **hint} if hint else None
 
 
 def simulated(played: Sequence[Turn], blocks: int, policy: Policy) -> float:
@@ -108,71 +146,49 @@ def simulated(played: Sequence[Turn], blocks: int, policy: Policy) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", help="of an environment that has vLLM; without it all is simulated")
     parser.add_argument("--model")
-    parser.add_argument("--pools", default="0.2,0.4,0.8")
-    parser.add_argument("--kinds", default="stock,ours")
+    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--order", choices=("weka", "circle"), default="weka")
+    parser.add_argument("--pools", default="0.15,0.25,0.4")
+    parser.add_argument("--kinds", default="stock,ours,stops,finals")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--alive", type=float, default=20.0)
-    parser.add_argument("--sessions", type=int, default=40)
+    parser.add_argument("--alive", type=float, default=50.0)
+    parser.add_argument("--sessions", type=int, default=60)
     parser.add_argument("--turns", type=int, default=1500)
-    parser.add_argument("--context", type=int, default=4000)
+    parser.add_argument("--rounds", type=int, default=5, help="of a circle")
+    parser.add_argument("--tokens", type=int, default=264, help="that a history in a circle begins with")
+    parser.add_argument("--context", type=int, default=3000)
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--budget", type=float, default=240.0, help="seconds for each kind")
-    parser.add_argument("--log", default="retention-order.log")
     parser.add_argument("--json", help="a file to which a line is added for each run")
     options = parser.parse_args()
-    if not WEKA.exists():
+    if options.order == "circle":
+        played = circle(options.sessions, options.rounds, options.tokens)
+    elif WEKA.exists():
+        played = scaled(trace(WEKA, options.seed, options.alive, options.sessions)[: options.turns], options.context)
+    else:
         sys.exit(f"no recorded sessions: {WEKA} is absent; they lie beside the repository in ../shared")
-    requests = trace(WEKA, options.seed, options.alive, options.sessions)[: options.turns]
-    played = turns(requests, options.context)
-    peak = peak_blocks([turn.request for turn in played])
-    mean = sum(len(turn.prompt) for turn in played) / len(played)
+    if not options.simulate and not options.model:
+        parser.error("which --model? Or --simulate")
+    requests = [turn.request for turn in played]
+    peak, tokens = peak_blocks(requests), sum(len(turn.prompt) for turn in played)
     print(
-        f"{len(played)} turns of {len({t.request.session for t in played})} sessions, {mean:.0f} tokens a prompt,"
+        f"{len(played)} turns of {len({r.session for r in requests})} sessions, {tokens} prompt tokens,"
         f" live sessions hold {peak} blocks of {BLOCK_TOKENS} at their peak",
         flush=True,
     )
-    cut = ["--hf-overrides", json.dumps({"num_hidden_layers": options.layers}), "--load-format", "dummy"]
-    for pool in (float(p) for p in options.pools.split(",")):
-        blocks = int(pool * peak)
-        if not options.python:
-            policies: dict[str, Policy] = {
-                "lru": LRU(True),
-                "stops": Learned(blocks),
-                "finals": Learned(blocks, finals=True),
-                "oracle": Oracle([t.request for t in played]),
-            }
-            shares = {name: simulated(played, blocks, policy) for name, policy in policies.items()}
-            print(f"{pool:g} ({blocks} blocks) simulated: {in_percent(shares)}", flush=True)
-            continue
-        for kind in options.kinds.split(","):
-            with server(
-                options.python,
-                options.model,
-                blocks,
-                {} if kind in HINTS else None,
-                Path(options.log),
-                context_tokens=options.context,
-                more=cut if options.layers else [],
-            ) as url:
-                usages, wall_s = play(url, played, kind, options.budget)
-            done = played[: len(usages)]
-            tokens = sum(prompt for prompt, _, _ in usages)
-            shares = {
-                kind: sum(cached for _, cached, _ in usages) / tokens,
-                "simulated lru": simulated(done, blocks, LRU(True)),
-                "oracle": simulated(done, blocks, Oracle([t.request for t in done])),
-            }
-            print(
-                f"{pool:g} ({blocks} blocks), {len(usages)} turns, {tokens} tokens, {wall_s:.0f} s:"
-                f" {in_percent(shares)}",
-                flush=True,
-            )
+    for blocks in (int(float(pool) * peak) for pool in options.pools.split(",")):
+        policies: dict[str, Policy] = {"LRU": LRU(True), "oracle": Oracle(requests)}
+        if options.simulate:
+            policies |= {"stops": Learned(blocks), "finals": Learned(blocks, finals=True)}
+        shares = {name: simulated(played, blocks, policy) for name, policy in policies.items()}
+        print(f"{blocks} blocks, {peak / blocks:.2f} x: simulated {in_percent(shares)}", flush=True)
+        for kind in options.kinds.split(",") if not options.simulate else ():
+            cached, wall_s = play(played, kind, blocks, options)
+            print(f"{blocks} blocks: {in_percent({kind: cached / tokens})} in {wall_s:.0f} s", flush=True)
             if options.json:
-                row = {"pool": pool, "blocks": blocks, "kind": kind, "wall_s": wall_s, **shares, "usages": usages}
+                row = {"order": options.order, "blocks": blocks, "kind": kind, "share": cached / tokens, **shares}
                 with Path(options.json).open("a") as out:
-                    out.write(json.dumps(row) + "\n")
+                    out.write(json.dumps({**row, "peak": peak, "wall_s": wall_s}) + "\n")
 
 
 def in_percent(shares: dict[str, float]) -> str:

@@ -5,8 +5,8 @@
     python benchmarks/tiers.py --python VLLM_PYTHON --model DIR overhead
 
 `reuse`: sessions take turns in a circle, each turn with its whole history and a little more. `--over` is the sessions'
-tokens at the end over the pool's. The bound is a stock vLLM whose pool holds everything (kind `infinite`): its
-`cached_tokens` are those that an infinite cache reuses. Times to first token are those of turns that return.
+tokens at the end over the pool's. An infinite cache reuses the whole blocks of the session's last prompt; kind
+`infinite` is a stock vLLM whose pool holds everything. Times to first token are those of turns that return.
 
 `migrate`: a session starts on server A and goes on on server B, both with one Valkey; beside it a prompt of the same
 length that B has never seen.
@@ -37,10 +37,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from retention_engine import BLOCK_TOKENS, WORDS, server
+from retention_engine import BLOCK_TOKENS, SRC, WORDS, server
 
 BLOCK_BYTES = 23_040 * BLOCK_TOKENS  # SmolLM2 in 16 bit
 SLOT_BYTES = BLOCK_BYTES + 4096
+PYTHONPATH = os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,15 @@ def reuse(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if kind == "ours":
                 options = {"figures_path": str(figures)}
             url = stack.enter_context(
-                server(args.python, args.model, blocks, options, folder / "log.txt", context_tokens=context)
+                server(
+                    args.python,
+                    args.model,
+                    blocks,
+                    options,
+                    folder / "log.txt",
+                    context_tokens=context,
+                    path=PYTHONPATH,
+                )
             )
             ask(url, "warm", [{"role": "user", "content": "Hello"}])
             answers, wall_s = circle(url, args.sessions, args.rounds, args.words, more)
@@ -157,6 +166,7 @@ def reuse(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "blocks": blocks,
             "prompt_tokens": sum(a.prompt_tokens for a in answers),
             "cached_tokens": sum(a.cached_tokens for a in answers),
+            "bound": sum(a.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS for a in answers[: -args.sessions]),
             "wall_s": wall_s,
             "ttft_p50_s": statistics.median(back),
             "ttft_p95_s": percentile(back, 0.95),
@@ -165,22 +175,24 @@ def reuse(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "figures": json.loads(figures.read_text()) if figures.exists() else None,
         }
 
-    rows = [run("infinite", 0.7)] if not args.bound else []
-    bound = args.bound or rows[0]["cached_tokens"]
-    for over in map(float, args.over.split(",")):
-        rows += [run(kind, over) for kind in args.kinds.split(",")]
+    rows = []
     print(f"{args.sessions} sessions, {args.rounds} rounds; load {os.getloadavg()[0]:.1f}")
     print("| working set / pool | kind | reused, % | of an infinite cache, % | wall, s | returning TTFT p50 / p95, s |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for row in rows:
-        reused = 100 * row["cached_tokens"] / row["prompt_tokens"]
-        times = f"{row['ttft_p50_s']:.2f} / {row['ttft_p95_s']:.2f}"
-        print(
-            f"| {row['over']} | {row['kind']} | {reused:.1f} | {100 * row['cached_tokens'] / bound:.1f} |"
-            f" {row['wall_s']:.1f} | {times} |",
-            flush=True,
-        )
-    return {**report, "rows": rows, "bound_cached_tokens": bound, "load_after": os.getloadavg()}
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    for over in map(float, args.over.split(",")):
+        for kind in args.kinds.split(","):
+            row = run(kind, 0.7 if kind == "infinite" else over)
+            rows.append(row)
+            reused = 100 * row["cached_tokens"] / row["prompt_tokens"]
+            times = f"{row['ttft_p50_s']:.2f} / {row['ttft_p95_s']:.2f}"
+            print(
+                f"| {row['over']} | {row['kind']} | {reused:.1f} | {100 * row['cached_tokens'] / row['bound']:.1f} |"
+                f" {row['wall_s']:.1f} | {times} |",
+                flush=True,
+            )
+            if args.json:
+                args.json.write_text(json.dumps({**report, "rows": rows}, indent=1))
+    return {**report, "rows": rows, "load_after": os.getloadavg()}
 
 
 def migrate(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -193,7 +205,15 @@ def migrate(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         options = {"host_gib": 0.5, "valkey_url": url, "stage_within_s": args.stage_within_s}
         a, b = (
             stack.enter_context(
-                server(args.python, args.model, blocks, options, folder / f"{n}.txt", context_tokens=context)
+                server(
+                    args.python,
+                    args.model,
+                    blocks,
+                    options,
+                    folder / f"{n}.txt",
+                    context_tokens=context,
+                    path=PYTHONPATH,
+                )
             )
             for n in "ab"
         )
@@ -227,7 +247,9 @@ def overhead(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         urls = {
             kind: stack.enter_context(
-                server(args.python, args.model, 96, options, folder / f"{kind}.txt", context_tokens=2048)
+                server(
+                    args.python, args.model, 96, options, folder / f"{kind}.txt", context_tokens=2048, path=PYTHONPATH
+                )
             )
             for kind, options in (("stock", None), ("host", {"host_gib": 0.5}))
         }
@@ -263,7 +285,6 @@ def main() -> None:
     parser.add_argument("--host-gib", type=float, default=1.0)
     parser.add_argument("--host-share", type=float, default=1.0, help="kind valkey: host pool over vLLM's pool")
     parser.add_argument("--stage-within-s", type=float, default=2.0)
-    parser.add_argument("--bound", type=int, help="cached tokens of an infinite cache, from an earlier run")
     parser.add_argument("--valkey", help="URL; default: a server of its own")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")

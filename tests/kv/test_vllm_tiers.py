@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import importlib.util
 import json
+import os
 import random
 import subprocess
 import sys
@@ -144,11 +145,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         options = {"check": True, "figures_path": str(figures), "host_bytes": 100 * 741_376, "stage_within_s": 20}
         options |= {"valkey_url": server.url}
         log = folder / f"{name}.txt"
-        context = bench.server(str(PYTHON), str(MODEL), BLOCKS, options, log, context_tokens=2900)
+        path = os.pathsep.join([str(ROOT / "src"), str(clients)])
+        context = bench.server(str(PYTHON), str(MODEL), BLOCKS, options, log, context_tokens=2900, path=path)
         return context, Engine(context.__enter__(), log, figures, bench)
 
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
-        patch.setenv("PYTHONPATH", str(clients))
+    with ThreadPoolExecutor(2) as threads:
         started = list(threads.map(start, "ab"))
     engines = [engine for _, engine in started]
     try:

@@ -72,6 +72,8 @@ class Keep:
     ttl_s: float | None = None
     priority: str = "default"
     """One of "interactive", "default", "batch"."""
+    tools: tuple[str, ...] = ()
+    """What it waits for: its turn ended in calls of these tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +150,8 @@ class Engine(ABC):
         whose own word wins. Pure; empty where the engine takes no hints."""
         return {}
 
-    async def note_pause(self, session_id: str, keep: Keep, tools: Sequence[str]) -> None:
-        """The session's turn ended in calls of these tools. Nothing where the engine takes no hints."""
+    async def note_pause(self, session_id: str, keep: Keep) -> None:
+        """The session's turn ended in tool calls, `keep.tools`. Nothing where the engine takes no hints."""
         return
 
     async def held(self) -> Held | None:

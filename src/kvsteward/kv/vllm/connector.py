@@ -110,6 +110,8 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         log.info("kvsteward: keeps %d blocks of %d tokens by their worth", len(blocks), self._block_tokens)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Parts]) -> None:
+        if not self._options.tiers:  # vLLM calls it though no worker had anything to say
+            return
         shapes = {rank: parts.shape for rank, parts in sorted(metadata.items())}
         config, cache = self._vllm_config, self._kv_cache_config
 
@@ -302,6 +304,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             "free_blocks": figures.free_blocks,
             "turns": figures.turns,
             "refused_hints": figures.refused_hints,
+            "lru": figures.lru,
             "sessions": {s: {"blocks": n, "tokens": figures.tokens(s)} for s, n in figures.sessions.items()},
         }
         if self._tiers is not None:
