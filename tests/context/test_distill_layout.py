@@ -122,6 +122,27 @@ def test_what_is_no_answer_in_one_line_stays(text):
     assert laid_out(text) is None
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"id": 12345678901234567890123}',
+        '{"price": 1.50}',
+        '{"a": 1, "a": 2}',
+        '{"a": 1E5}',
+        '{"a": "\\ud800"}',
+        '{"a": "\ud800"}',
+    ],
+)
+def test_what_would_be_written_otherwise_stays(text):
+    assert laid_out(text) is None
+
+
+def test_numbers_in_strings_are_text():
+    assert laid_out('{"id": "12345678901234567890123", "price": "1.50", "n": 9007199254740993, "f": 0.1}') == (
+        'id: "12345678901234567890123"\nprice: "1.50"\nn: 9007199254740993\nf: 0.1'
+    )
+
+
 def test_names_of_fields_and_columns_are_no_values():
     found = set(values(LAID))
     assert found >= {"#W6779827", "ethan_lopez_6291", "43282", "1615379700", "253.89", "Columbus", "Hiking Boots"}

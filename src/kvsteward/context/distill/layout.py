@@ -30,16 +30,21 @@ _NO_CELL = re.compile(
     r"|^(?:true|false|null|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)$"
 )
 
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_NUMBER = re.compile(r"-?\d[\d.eE+-]*")
+
 
 def laid_out(text: str) -> str | None:
-    """The JSON of a one-line text in lines and tables, or None if it is no object or array, has lines, or is too
-    long or too deep."""
+    """The JSON of a one-line text in lines and tables. None if it is not an object or an array of objects that are
+    alike, if it has lines or is too long, or if something in it could not be written as it stands."""
     text = text.strip()
     if not text or text[0] not in "[{" or len(text) > MAX_CHARS or "\n" in text:
         return None
     try:
         value = orjson.loads(text)
-    except orjson.JSONDecodeError:
+    except (orjson.JSONDecodeError, UnicodeEncodeError):
+        return None
+    if not _exact(text, value):
         return None
     lines: list[str] = []
     if isinstance(value, dict) and value:
@@ -49,6 +54,21 @@ def laid_out(text: str) -> str | None:
     else:
         return None
     return "\n".join(lines)
+
+
+def _exact(text: str, value: Any) -> bool:
+    """True if reading lost nothing: no key stood twice in its object, and each number is written as it would be again
+    (integers over 64 bits and figures such as 1.50 are not)."""
+    bare = _STRING.sub("", text)
+    keys, stack = 0, [value]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            keys += len(node)
+            stack.extend(node.values())
+        elif isinstance(node, list):
+            stack.extend(node)
+    return keys == bare.count(":") and all(_json(orjson.loads(n)) == n for n in set(_NUMBER.findall(bare)))
 
 
 def _fields(value: Mapping[str, Any], depth: int, lines: list[str]) -> None:
