@@ -269,19 +269,26 @@ def like_kv() -> bytes:
     return (numbers.astype(np.float32).view(np.uint32) >> 16).astype("<u2").tobytes()
 
 
+def error(before: bytes, after: bytes) -> float:
+    """Root mean square of the difference of two blocks of bfloat16, relative to the first one's."""
+    one, two = ((np.frombuffer(b, "<u2").astype("<u4") << 16).view("<f4").astype("f8") for b in (before, after))
+    return float(np.sqrt(((one - two) ** 2).mean() / (one**2).mean()))
+
+
 def codecs(count: int, block: bytes) -> dict[str, dict[str, float]]:
     found = {}
-    out = memoryview(bytearray(BLOCK_BYTES))
+    out = memoryview(bytearray(len(block)))
     several: dict[str, Codec] = {"lossless": Lossless(2), "int8": Int8("bfloat16", 64)}
     for name, codec in several.items():
         packed = bytes(codec.encode(memoryview(block)))
-        mib = BLOCK_BYTES / 2**20
+        mib = len(block) / 2**20
         encode_ms = median_ms(lambda codec=codec: codec.encode(memoryview(block)), count)  # type: ignore[misc]
         decode_ms = median_ms(lambda codec=codec, packed=packed: codec.decode(memoryview(packed), out), count)  # type: ignore[misc]
         found[name] = {
             "ratio": round(len(block) / len(packed), 3),
             "encode_mib_per_s": round(mib / encode_ms * 1e3, 1),
             "decode_mib_per_s": round(mib / decode_ms * 1e3, 1),
+            "error_rms": round(error(block, bytes(out)), 5),
         }
     return found
 
@@ -345,7 +352,7 @@ def main() -> None:
     parser.add_argument("--loaders", type=int, default=2, help="threads of the store that read")
     parser.add_argument("--url", help="a running Valkey; its keys raw*, kv:1:* are overwritten")
     parser.add_argument("--dir", type=Path, help="where the disk tier's folder is made")
-    parser.add_argument("--block", type=Path, help="a file with 2 MiB of bfloat16 KV for the codecs, instead of noise")
+    parser.add_argument("--block", type=Path, help="a file with bfloat16 KV for the codecs (scripts/kv_block.py)")
     options = parser.parse_args()
     if options.quick:
         options.blocks, options.rounds = 16, 5
