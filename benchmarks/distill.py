@@ -1,20 +1,23 @@
 """How much of what later turns use survives the distillers, on recorded agent conversations (../shared/data/agent).
 
-    python benchmarks/distill.py [--quick] [--json] [--missed]
+    python benchmarks/distill.py [--quick] [--json] [--missed] [--huge]
 
 A "later-used value" is a value (shared/tools/context_facts.py) of a later assistant turn that stands, as a whole
 word, in this tool output. Hints hold only what was known when the output came: the last user text, the call,
-earlier arguments.
+earlier arguments. `--huge` times every distiller on 10 MB of its kind instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import hashlib
 import importlib
 import json
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +26,7 @@ from typing import Any
 from kvsteward.context.distill.base import CountTokens, Hints
 from kvsteward.context.distill.meter import pieces
 from kvsteward.context.distill.registry import distil
+from kvsteward.context.tokens import Estimator
 
 SHARED = Path(__file__).resolve().parents[1] / ".." / "shared"
 MIN_TOKENS = 1_500
@@ -160,6 +164,64 @@ def tool_files(limit: int, count: CountTokens) -> dict[str, Any]:
     return found
 
 
+HUGE_CHARS = 10_000_000
+
+
+def huge_texts() -> dict[str, str]:
+    """10 MB of each kind: real outputs and texts repeated, the rest made."""
+    outputs, texts = SHARED / "data" / "tool_outputs", SHARED / "data" / "texts"
+
+    def again(text: str, between: str = "\n") -> str:
+        return between.join([text] * (1 + HUGE_CHARS // (len(text) + len(between))))
+
+    def made(line: Callable[[int], str]) -> str:
+        lines, size = [], 0
+        while size < HUGE_CHARS:
+            lines.append(line(len(lines)))
+            size += len(lines[-1]) + 1
+        return "\n".join(lines)
+
+    def read(path: Path) -> str:
+        return path.read_text(errors="replace")
+
+    products = read(outputs / "tau_retail_products.json")
+    rows = made(lambda i: f"('City{i}', {i * 977 % 90_000}, 'NLD', {i * 31 % 997 / 10}),").replace("\n", " ")
+    return {
+        "json": f"[{again(products, ',')}]",
+        "one-line SQL rows": f"[{rows[:-1]}]",
+        "jsonl": made(lambda i: json.dumps({"id": f"user_{i}", "ok": i % 9 > 0, "score": i * 37 % 1_009})),
+        "html": again(read(outputs / "html_python_os.html")),
+        "diff": again(read(outputs / "git_diff_mooncake.diff")),
+        "hexdump": again(read(outputs / "xxd_png.txt")),
+        "base64": base64.b64encode(hashlib.shake_256(b"kvsteward").digest(HUGE_CHARS * 3 // 4)).decode(),
+        "trace": made(lambda i: f'  File "/app/m{i}.py", line {i}, in f\n    g({i})') + "\nValueError: bad order 4711",
+        "hits": made(lambda i: f"src/m{i // 9}.py:{i}:    call_{i}(user_77)"),
+        "listing": made(lambda i: f"./src/part{i // 12}/file_{i}.py"),
+        "csv": again(read(outputs / "azure_code.csv"), ""),
+        "log": made(lambda i: f"2026-11-29 12:{i % 60:02d}:00 {'ERROR' if i % 97 == 9 else 'INFO'} worker {i} did {i}"),
+        "code": made(lambda i: f"def function_{i}(a, b):\n    return a + b * {i}\n"),
+        "markdown": made(lambda i: f"## Part {i}\n- point [{i}](http://h.example/{i})\nSome words on it."),
+        "prose": again(read(texts / "austen_pride_and_prejudice.txt")),
+        "lines": again(read(outputs / "git_log_stat_mooncake.txt")),
+        "minified code": again("function a(b,c){return b?c(b):null};var d=a(1,e);", ""),
+    }
+
+
+def huge(limit: int) -> dict[str, Any]:
+    """Processor seconds of one distillation of 10 MB to `limit` tokens, by the gateway's estimate. Best of two."""
+    estimate = Estimator().text
+    hints = Hints(question="Which worker failed, and what does user_77 say about order 4711?")
+    found: dict[str, Any] = {}
+    for name, text in huge_texts().items():
+        spent = []
+        for _ in range(2):
+            began = time.process_time()
+            result = distil(text, limit, hints, estimate)
+            spent.append(time.process_time() - began)
+        found[name] = {"kind": result.kind, "MB": round(len(text.encode()) / 1e6, 1), "cpu_s": round(min(spent), 3)}
+    return found
+
+
 def main() -> None:
     """Print a table, and with --json one JSON object as the last line."""
     arguments = argparse.ArgumentParser(description=__doc__)
@@ -167,9 +229,17 @@ def main() -> None:
     arguments.add_argument("--json", action="store_true", help="one JSON object on the last line")
     arguments.add_argument("--missed", action="store_true", help="print what was lost")
     arguments.add_argument("--limits", default="200,400,1000,2200")
+    arguments.add_argument("--huge", action="store_true", help="only: seconds for 10 MB of each kind")
     options = arguments.parse_args()
     if not (SHARED / "data" / "agent").is_dir():
         sys.exit("benchmarks/distill.py needs the recorded conversations in ../shared/data/agent: not found")
+    if options.huge:
+        timed = huge(1_000)
+        for name, row in timed.items():
+            print(f"  {name:20}", *(f"{k}={v}" for k, v in row.items()))
+        if options.json:
+            print(json.dumps({"huge": timed}))
+        return
     sys.path.insert(0, str(SHARED / "tools"))
     facts = importlib.import_module("context_facts")
     count, how = counter()

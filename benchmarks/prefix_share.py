@@ -84,7 +84,8 @@ class Played:
 
 @contextlib.contextmanager
 def process(command: Sequence[str], log: Path, url: str, limit_s: float, **env: str) -> Iterator[None]:
-    """A child that serves at `url` while the block lasts."""
+    """A child that serves at `url` while the block lasts, and not longer if we are told to end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with log.open("wb") as out:
         child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env})
     try:

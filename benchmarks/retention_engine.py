@@ -96,7 +96,7 @@ def server(
 
 
 def _until_up(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 480
     while time.monotonic() < deadline and child.poll() is None:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
             return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from kvsteward.context.distill.base import Hints
 from kvsteward.context.distill.literal import parse
 from kvsteward.context.distill.meter import pieces
@@ -57,6 +59,7 @@ def test_what_was_asked_of_a_status_is_in_64_tokens() -> None:
             "sensors": [{"name": f"s{i}", "value": i * 1.5, "unit": "bar"} for i in range(60)],
         }
     }  # fmt: skip
+    assert pieces(json.dumps(status)) >= 3_200
     for question, answer in {
         "How warm is it, what is the battery temperature?": "31.4",
         "Which firmware version does pump-2231 run?": "4.18.2",
@@ -66,6 +69,28 @@ def test_what_was_asked_of_a_status_is_in_64_tokens() -> None:
         found = distil(json.dumps(status), 64, Hints(question=question), pieces)
         assert answer in found.text, (question, found.text)
         assert pieces(found.text) <= 64
+
+
+CITIES = [{"name": f"City{i}", "code": f"C{i * 7919 % 9973:04d}", "people": i * 977 % 90000} for i in range(600)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        repr([tuple(city.values()) for city in CITIES]),
+        json.dumps(CITIES, separators=(",", ":")),
+        "name,code,people\n" + "\n".join(",".join(map(str, city.values())) for city in CITIES),
+    ],
+    ids=["rows in one line", "minified JSON", "CSV"],
+)
+def test_rows_are_reduced_however_they_are_written(text: str) -> None:
+    """To a seventh, with the rows that were named and both ends of the table."""
+    limit = pieces(text) // 7
+    found = distil(text, limit, Hints(question="How many people has City377?"), pieces)
+    assert pieces(found.text) <= limit
+    assert "City377" in found.text and str(377 * 977 % 90000) in found.text
+    assert "City0" in found.text and "City599" in found.text
+    assert found.note
 
 
 def test_a_mentioned_row_stays() -> None:

@@ -48,6 +48,7 @@ def test_ten_thousand_messages_and_no_fault(reports):
     assert small["faults"] == []
     assert small["outcomes"]["prepared"] > 2_000, "most conversations must get through, or little was tried"
     assert small["outcomes"]["ProtocolError"] > 100
+    assert small["peak_bytes"] < 256 << 20, "conversations of a few kilobytes"
 
 
 def test_messages_of_fifty_megabytes(reports):

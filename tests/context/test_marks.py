@@ -39,8 +39,13 @@ def test_the_square_root_rule():
     assert best_span(Load(200.0, 500), 3_000, 0.1) == pytest.approx((2 * 200 * 2_500 / 0.1) ** 0.5)
     marks = Policy(memory_price=0.1).marks(8_192, 24, Load(200.0, 500))
     assert marks.low == 3_276
-    assert marks.high == int(3_276 + (2 * 200 * 2_776 / 0.1) ** 0.5)
-    assert Policy().marks(8_192, 24, Load(200.0, 500, miss_ratio=0.5)).high == 3_276 + 1_053
+    left = 500 + 2_048 + 3 * 200  # in front, the condensed part at its largest, three rounds: less than the low mark
+    assert marks.high == int(left + (2 * 200 * (left - 500) / 0.1) ** 0.5)
+    known = Policy(memory_price=0.1).marks(8_192, 24, Load(200.0, 500, block_tokens=1_000))
+    assert known.high == int(2_100 + (2 * 200 * 1_600 / 0.1) ** 0.5)
+    assert Policy().marks(8_192, 24, Load(200.0, 500, miss_ratio=0.5)).high == int(
+        left + (2 * 200 * (left - 500)) ** 0.5
+    )
 
 
 @given(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -112,6 +113,24 @@ def test_goal_and_values_of_dropped_turns_stay_in_view(session):
     shown = str(chat.view.render())
     for value in ("sara_doe_496", "never on a Friday", "HAT214", "sara@example.org", "HAT300", "HAT208"):
         assert value in shown
+
+
+def test_what_stands_first_in_the_condensed_part_outlives_a_compaction(session):
+    """The engine has it cached: of two condensed parts, the later begins as the earlier did, with the whole Plan."""
+    chat = session(2048)
+    chat.say(SYSTEM, user("Find the cheapest flight to Oslo for sara_doe_496. Never book on a Friday."))
+    chat.answer(said("I will look."))
+    blocks: list[str] = []
+    turn = 0
+    while len(blocks) < 3:
+        turn += 1
+        prepared = chat.say(user(f"Turn {turn}: what about flight SK{turn:04d}? " + "Tell me more about it. " * 8))
+        if prepared.epoch:
+            blocks.append(prepared.epoch.block)
+        chat.answer(said(f"Flight SK{turn:04d} is full on day {turn}. " * 3))
+    for before, after in pairwise(blocks):
+        same = next(i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
+        assert "Never book on a Friday." in before[:same]
 
 
 def test_last_rounds_stay_verbatim(session):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvsteward.cli import app
 from kvsteward.engines.scripted import ScriptedEngine, ScriptedOptions
 from kvsteward.engines.scripted_server import running_scripted
-from kvsteward.errors import KVStewardError
+from kvsteward.errors import ConfigError, KVStewardError
 
 
 @pytest.fixture
@@ -74,6 +74,13 @@ def test_a_session_is_moved_and_an_engine_drained(serve, two_engines):
     with pytest.raises(KVStewardError, match="no engine 'http://nowhere:9'") as unknown:
         kvsteward("sessions", "move", "s", "--to", "http://nowhere:9", *at)
     assert unknown.value.hint == f"The engines are {one}, {two}."
+
+
+def test_wrong_engines_and_hints_are_refused():
+    with pytest.raises(ConfigError, match="given twice"):
+        kvsteward("serve", "--engine", "http://a:1", "--engine", "vllm=http://a:1/v1", "--store", "memory:")
+    with pytest.raises(ConfigError, match="--hints must be one of auto, on, off"):
+        kvsteward("serve", "--engine", "http://a:1", "--hints", "maybe", "--store", "memory:")
 
 
 def test_without_a_gateway_the_command_says_so():

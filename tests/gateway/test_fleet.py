@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import aiohttp
 import pytest
 
+from kvsteward.engines.registry import EngineSpec
 from kvsteward.engines.scripted import Fault, ScriptedEngine, ScriptedOptions
-from kvsteward.errors import ConfigError
+from kvsteward.engines.scripted_server import running_scripted
+from kvsteward.errors import ConfigError, EngineUnavailableError
 from kvsteward.gateway import app as app_module
 from kvsteward.gateway.fleet import FAILURES, Fleet
+from kvsteward.gateway.serve import reached
 from kvsteward.gateway.settings import Settings, Tenant
 from kvsteward.policy.admission import Limits
 
@@ -41,6 +45,12 @@ async def said(gateway, session, *history):
 async def post(gateway, path, body=None, **headers):
     async with gateway.http.post(path, json=body or {}, headers=headers) as response:
         return response.status, await response.json()
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def states(gateway):
@@ -90,6 +100,7 @@ async def test_a_dead_engine_s_sessions_go_on_at_once_on_another(start, monkeypa
     assert (await gateway.get("/health"))["engines"] == {"all": 2, "answering": 1}
     await dead.start()
     await gateway.until(lambda: states(gateway)[dead.name])
+    assert gateway.steward.fleet.find(dead.name).residency.total_tokens == 0, "it came back with an empty pool"
     assert await said(gateway, "s") == alive.name, "it stays where its cache is now"
     assert await gateway.verify() == []
 
@@ -276,8 +287,6 @@ async def test_an_engine_that_is_down_at_the_start_joins_later(start, monkeypatc
             return await super().start()
 
         async def check_late(self):
-            from kvsteward.errors import EngineUnavailableError
-
             raise EngineUnavailableError("not yet")
 
         async def check(self):
@@ -291,6 +300,25 @@ async def test_an_engine_that_is_down_at_the_start_joins_later(start, monkeypatc
     late.late = False
     await gateway.until(lambda: states(gateway)["http://late:1"])
     assert await said(gateway, "t") == "late"
+
+
+async def test_one_reachable_engine_is_enough_to_start_with(start):
+    async with running_scripted(engine("a", imitates="vllm")) as url:
+        dead, other = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        specs = [EngineSpec("auto", dead), EngineSpec("auto", url), EngineSpec("openai", other)]
+        engines = await reached(specs, wait_s=0)
+        assert [type(one).__name__ for one in engines] == ["VllmEngine", "VllmEngine", "OpenAIEngine"]
+        gateway = await start(engine=engines)
+        assert await said(gateway, "s") == "a"
+        async with gateway.http.get("/metrics") as response:
+            page = await response.text()
+        assert f'kvsteward:engine_up{{engine="{url}"}} 1.0' in page
+        assert f'kvsteward:engine_up{{engine="{dead}"}} 0.0' in page
+
+
+async def test_no_reachable_engine_is_an_error():
+    with pytest.raises(EngineUnavailableError):
+        await reached([EngineSpec("auto", f"http://127.0.0.1:{free_port()}")], wait_s=0)
 
 
 def test_one_slow_reading_does_not_send_sessions_away():

@@ -26,9 +26,11 @@ def user(text):
 
 
 @asynccontextmanager
-async def vllm(answers: Any = ("ok",), *, connector: bool = True, hints: str = "auto") -> AsyncIterator[Any]:
+async def vllm(
+    answers: Any = ("ok",), *, connector: bool = True, hints: str = "auto", **options: Any
+) -> AsyncIterator[Any]:
     """A served engine, and vLLM's adapter for it."""
-    engine = ScriptedEngine(ScriptedOptions(hints=connector), answers=answers)
+    engine = ScriptedEngine(ScriptedOptions(hints=connector, **options), answers=answers)
     async with running_scripted(engine) as url:
         yield engine, VllmEngine(HttpOptions(url), hints=hints)
 
@@ -86,6 +88,30 @@ async def test_streamed_calls_are_noted_too(start):
             await response.text()
         await gateway.until(lambda: len(engine.notes) == 1)
         assert engine.notes[0][2]["tools"] == ["run_tests", "read_file"]
+
+
+async def test_a_summary_that_is_drafted_in_the_pause_does_not_make_the_engine_forget(start):
+    """It is a request of the same session, and the newest word of a session counts."""
+    async with vllm([CALLS], context_limit_tokens=2048, kv_capacity_tokens=4096) as (engine, adapter):
+        gateway = await start(engine=adapter)
+        history: list[Any] = []
+        for turn in range(40):
+            history.append(user(f"note N-{turn:04d} is to be filed away"))
+            answer = await gateway.chat(*history, session="s", tools=TOOLS, max_tokens=50)
+            message = answer["choices"][0]["message"]
+            calls = message["tool_calls"]
+            history += [message, *({"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in calls)]
+            await gateway.until(lambda: gateway.steward.scribe.running == 0)
+            drafts = [json.loads(r.body) for r in engine.requests if r.request_id.endswith("-summary")]
+            if drafts:
+                break
+        assert drafts[0]["kv_transfer_params"]["kvsteward"] == {
+            "version": 1,
+            "class": "default",
+            "ttl_s": 1800.0,
+            "stop": "tool_calls",
+            "tools": ["run_tests", "read_file"],
+        }
 
 
 @pytest.mark.parametrize(("connector", "hints"), [(False, "auto"), (True, "off")])
@@ -174,7 +200,7 @@ async def test_an_engine_that_hangs_on_notes_delays_nobody_and_few_are_tried(sta
     class Deaf(ScriptedEngine):
         takes_hints = True
 
-        async def note_pause(self, session_id, keep, tools):
+        async def note_pause(self, session_id, keep):
             await never.wait()
 
     gateway = await start(engine=Deaf(ScriptedOptions(), answers=[CALLS]))

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from kvsteward.errors import ConfigError
 from kvsteward.kv.blocks import Fingerprint
+from kvsteward.kv.blocks.cost import LoadOrRecompute
 from kvsteward.kv.blocks.record import Reason
 from kvsteward.kv.vllm.copies import Place, Shape
 from kvsteward.kv.vllm.loads import HOLD_S, Moves
@@ -119,6 +120,7 @@ class Engine:
         if disk is not None:
             options = replace(options, disk_path=disk, disk_bytes=GIB)
         self.tiers = Tiers(options, shapes, fingerprint(ranks), now)
+        self.tiers.loads.cost = LoadOrRecompute(PART * ranks, TOKENS, tokens_per_s=1.0)  # any wait is worth it
         self.free = list(range(size))
         self.cached: dict[bytes, int] = {}
         self.hash_of: dict[int, bytes] = {}
@@ -537,6 +539,16 @@ def test_blocks_that_come_too_late_are_computed(engines, tmp_path):
     gate.set()
     while turn in engine.running:
         engine.step()
+
+
+def test_what_is_computed_faster_than_it_can_be_fetched_is_computed(engines, tmp_path):
+    engine = engines(9, disk=tmp_path)
+    engine.whole_turn("a", 30)
+    engine.forget_all()
+    engine.tiers.loads.cost = LoadOrRecompute(PART, TOKENS, latency_s=1.0, tokens_per_s=1000.0)
+    waits = engine.tiers.loads.counts.waits
+    assert engine.whole_turn("a", 30) == 0
+    assert engine.tiers.loads.counts.waits == waits
 
 
 def test_a_full_disk_and_one_that_forgets_cost_nothing_but_hits(engines, tmp_path):

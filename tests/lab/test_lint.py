@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
 
+from kvsteward.cli import app
 from kvsteward.context.hygiene import Hygiene, Rule, clean
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ConfigError
@@ -301,9 +300,8 @@ def test_recorded_coding_agents_mostly_grow():
 # -- the command ----------------------------------------------------------------------------------------------------
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvsteward", "lint", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "100"})
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["lint", *arguments], env={"COLUMNS": "100"})
 
 
 def test_the_command_says_where_and_exits_with_one(tmp_path):
@@ -311,20 +309,20 @@ def test_the_command_says_where_and_exits_with_one(tmp_path):
     clean_file.write_bytes(lines(*bodies(2)))
     broken_file.write_bytes(lines(*bodies(3, lambda turn: f"Today's date: 2026-11-{turn + 10}\n{RULES}")))
     done = run(str(clean_file))
-    assert (done.returncode, "Nothing breaks the prefix" in done.stdout) == (0, True)
+    assert (done.exit_code, "Nothing breaks the prefix" in done.stdout) == (0, True)
     done = run(str(broken_file))
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert "a date or time" in done.stdout
     assert "message 1 (system), character" in done.stdout
     assert "hygiene rule 'date or time'" in done.stdout
     assert all(len(line) <= 100 for line in done.stdout.splitlines())
     done = run(str(broken_file), "--json")
     found = json.loads(done.stdout)
-    assert (done.returncode, found["findings"][0]["kind"]) == (1, "a date or time")
+    assert (done.exit_code, found["findings"][0]["kind"]) == (1, "a date or time")
     assert found["lost_tokens"] == found["findings"][0]["lost_tokens"]
     done = run(str(tmp_path / "none.jsonl"))
-    assert done.returncode == 1
-    assert "none.jsonl" in done.stderr
+    assert isinstance(done.exception, ConfigError)
+    assert "none.jsonl" in done.exception.message
 
 
 def test_a_running_gateway(serve):
@@ -337,6 +335,6 @@ def test_a_running_gateway(serve):
         history.append(answer["choices"][0]["message"])
     done = run(gateway.url, "--json")
     found = json.loads(done.stdout)
-    assert done.returncode == 1, done.stderr
+    assert done.exit_code == 1, done.output
     assert (found["requests"], found["sessions"]) == (4, 1)
     assert [(f["kind"], f["times"], f["session"]) for f in found["findings"]] == [("a date or time", 3, "s1")]

@@ -41,7 +41,8 @@ Shorten = Callable[[Item, int], str | None]
 """Shortens an item's text to about so many tokens; None if it cannot."""
 
 MAX_FACTS, MAX_STUBS, MAX_REQUESTS = 1_000, 400, 200
-_HEADER = "[kvsteward] {dropped} earlier messages are condensed here. Nothing is lost: each hash names a full message."
+_HEADER = "[kvsteward] Earlier messages are condensed here. Nothing is lost: each hash names a full message."
+"""What stands first is the same after each compaction: the engine has it cached, and the Plan that follows."""
 _REQUEST_SHARE, _EXTRACT_SHARE, _MIN_BLOCK_TOKENS = 0.3, 0.15, 160
 SUMMARY_SHARE = 0.3
 """Of the condensed block, for a summary that the engine writes; the extractive one has less to say."""
@@ -53,7 +54,7 @@ _PLAN_HEADERS = {
     "assistant": "From the assistant (plan, to-do list, promises), word for word:",
     "tool": "From tools (data), word for word:",
 }
-_LEFT = "Messages that left (hash, what it was, values in it):"
+_LEFT = "Of the {dropped} messages that left (hash, what it was, values in it):"
 _SLACK_TOKENS = 16
 _VALUE_TOKENS = 2
 """What a value costs beside its text."""
@@ -215,7 +216,7 @@ def _condense(
     stubs = (*before.stubs, *(_stub(item, labels) for item in dropped if item.role != "user"))[-MAX_STUBS:]
     total = before.dropped + len(dropped)
     through = dropped[-1].depth if dropped else before.through
-    head = [_HEADER.format(dropped=total)]
+    head = [_HEADER]
     plain = [(depth, said) for depth, said in requests if said.strip() not in planned]
     asked = _request_lines(plain, int(room * _REQUEST_SHARE), estimator)
     if asked:
@@ -228,9 +229,10 @@ def _condense(
     shown_elsewhere = "\n".join(
         [text, plan_text, *(i.text for i in (*view.pinned, *kept)), *(_arguments(i) for i in kept)]
     )
-    left = room - estimator.text(text) - estimator.text(_LEFT)
+    listed = _LEFT.format(dropped=total)
+    left = room - estimator.text(text) - estimator.text(listed)
     lines = _value_lines(facts, stubs, shown_elsewhere, left, estimator)
-    block = "\n".join([text, _LEFT, *lines]) if lines else text
+    block = "\n".join([text, listed, *lines]) if lines else text
     if estimator.text(block) > room + _SLACK_TOKENS:
         block = head[0]  # so little room is left that only the note fits; the log has the rest
     if plan_text:

@@ -29,11 +29,13 @@ _LEAST_SPAN = 0.25
 @dataclass(frozen=True, slots=True)
 class Load:
     """What a session's turns are like. `growth_tokens`: what a turn adds; `fixed_tokens`: what stands in front and is
-    the same after a compaction; `miss_ratio`: how often a turn finds its cache gone."""
+    the same after a compaction; `miss_ratio`: how often a turn finds its cache gone; `block_tokens`: the
+    condensed part, None before there is one."""
 
     growth_tokens: float
     fixed_tokens: int = 0
     miss_ratio: float = 0.0
+    block_tokens: int | None = None
 
 
 def load_of(view: View, tools_tokens: int, miss_ratio: float) -> Load | None:
@@ -42,7 +44,8 @@ def load_of(view: View, tools_tokens: int, miss_ratio: float) -> Load | None:
     if rounds < 2:
         return None
     grown = sum(item.tokens for item in view.items) / rounds
-    return Load(grown, tools_tokens + sum(item.tokens for item in view.pinned), miss_ratio)
+    block = view.epoch.block_tokens if view.epoch.block else None
+    return Load(grown, tools_tokens + sum(item.tokens for item in view.pinned), miss_ratio, block)
 
 
 def best_span(load: Load, low_tokens: int, memory_price: float) -> float:
@@ -120,7 +123,9 @@ class Policy:
         high = min(int(budget_tokens * self.high_water_ratio), hard)
         low = min(int(budget_tokens * self.low_water_ratio), int(high * 0.75))
         if load is not None:
-            high = int(min(high, low + max(best_span(load, low, self.memory_price), low * _LEAST_SPAN)))
+            block = int(budget_tokens * self.block_ratio) if load.block_tokens is None else load.block_tokens
+            left = min(low, int(load.fixed_tokens + block + self.keep_rounds * load.growth_tokens))
+            high = int(min(high, max(left + best_span(load, left, self.memory_price), low * (1 + _LEAST_SPAN))))
         tool_limit = self.tool_limit_tokens or min(4_096, max(160, budget_tokens // 16))
         return Marks(
             budget=budget_tokens,

@@ -26,6 +26,12 @@ MAX_TEXT_CHARS = 200_000
 _WORD = re.compile(r"[^\s\"'`,;()\[\]{}<>|=]{2,120}")
 _QUOTED = re.compile(r"(?<!\w)([\"'`])((?:(?!\1)[^\n]){1,60})\1(?!\w)(\s{0,4}:)?")
 _TRIM = ".:!?*…-"
+_FIELD = re.compile(
+    r"^ *[A-Za-z_][\w.]{0,40}: (\S[^\n|]{2,39})$|(?:^|(?<=\|))([^|\n]{3,60})(?=\|)|(?<=\|)([^|\n]{3,60})$", re.M
+)
+"""What stands alone in a line after a name, or in a cell between bars: JSON as it is laid out on entry."""
+_FIELD_NAMES = re.compile(r"^ *([A-Za-z_][\w.]{0,60})(?::(?= |$)|\[\d+\] ([^\n:]{1,1000}):$)", re.M)
+"""The names in it: of a line, and of a table and its columns."""
 _NO_START, _NO_END = ",:;)]}|", ",:;([{|"
 _CAMEL = re.compile(r"[a-z][A-Z]")
 _DIGITS = re.compile(r"\d")
@@ -53,6 +59,20 @@ def values(text: str) -> list[str]:
             quoted.setdefault(inside)
             if len(quoted) >= MAX_VALUES:
                 break
+    for match in _FIELD_NAMES.finditer(text):
+        names = (match.group(1), match.group().strip().partition("|")[0], *(match.group(2) or "").split("|"))
+        keys.update(name for name in names if not _DIGITS.search(name) or "[" in name)
+    for match in _FIELD.finditer(text):
+        if len(quoted) >= MAX_VALUES:
+            break
+        inside = (match.group(1) or match.group(2) or match.group(3)).strip()
+        if (
+            len(inside) >= 3
+            and inside not in keys
+            and inside[0] not in _NO_START + "[{\"'"
+            and inside[-1] not in _NO_END
+        ):
+            quoted.setdefault(inside)
     found: dict[str, None] = {}
     for match in _WORD.finditer(text):
         word = match.group().strip(_TRIM)

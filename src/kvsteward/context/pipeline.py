@@ -21,6 +21,7 @@ import orjson
 
 from kvsteward.context.compact import SUMMARY_SHARE, compact, droppable_tokens
 from kvsteward.context.distill.base import Distillate, Hints
+from kvsteward.context.distill.layout import laid_out
 from kvsteward.context.distill.registry import distil
 from kvsteward.context.hygiene import Moved, note_of
 from kvsteward.context.images import hashes
@@ -40,6 +41,9 @@ _WORD_FOR_WORD = "[kvsteward: and word for word]"
 _LEAST_SUMMARY_TOKENS = 48
 _FOOTER_TOKENS = 64
 """What the note under a reduced text takes at the most."""
+_LAY_OUT_TOKENS, _LAY_OUT_RATIO = 120, 0.85
+"""JSON from this length on is laid out as lines and tables, if it is not longer than this share of it then."""
+_LAID_OUT = "\n[kvsteward: JSON as lines and tables, nothing left out; as it came: {hash}]"
 _WORTH_RATIO = 0.10
 """A compaction that would free less than this share of the budget is not made while the prompt still fits."""
 
@@ -372,8 +376,10 @@ def _admit(
     role = item.role
     limit = marks.tool_limit if role == "tool" else marks.text_limit
     text_tokens = estimator.text(item.text)
-    if role in {"system", "developer"} or text_tokens <= limit or class_of(arrival.message) == PLAN:
+    if role in {"system", "developer"} or class_of(arrival.message) == PLAN:
         return item, None
+    if text_tokens <= limit:
+        return _laid_out(item, text_tokens, limit, estimator) if role == "tool" else (item, None)
     plan = plan_of(arrival.message, first=first, room=Room.of(marks.budget), rules=rules)
     hints = _hints(item, view, arrivals, calls)
     given = Distillate("selective", selected.text, selected.note) if selected else None
@@ -383,6 +389,19 @@ def _admit(
     reduced = item.shortened(text, estimator)
     why = f"{role} message over {limit} tokens" + (f"; {selected.note}" if selected else "")
     return reduced, Reduction(arrival.hash, "distil", why, before, reduced.tokens, text, selected is not None)
+
+
+def _laid_out(item: Item, tokens: int, limit: int, estimator: Estimator) -> tuple[Item, Reduction | None]:
+    """A tool result within its limit: JSON in one line is shown as lines and tables where that saves enough."""
+    whole = item.text if limit and tokens >= _LAY_OUT_TOKENS and class_of(item.message) is None else ""
+    text = laid_out(whole) if whole else None
+    if text is None:
+        return item, None
+    text += _LAID_OUT.format(hash=item.hash[:HASH_CHARS])
+    if estimator.text(text) > _LAY_OUT_RATIO * tokens:
+        return item, None
+    shown = item.shortened(text, estimator)
+    return shown, Reduction(item.hash, "distil", "JSON in one line, nothing left out", item.tokens, shown.tokens, text)
 
 
 def _distilled(

@@ -63,6 +63,8 @@ class Held:
     blocks: int = 0
     tokens: int = 0
     """Of all sessions, those that are not named too."""
+    complete: bool = True
+    """All are named: another session has nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Keep:
     ttl_s: float | None = None
     priority: str = "default"
     """One of "interactive", "default", "batch"."""
+    tools: tuple[str, ...] = ()
+    """What it waits for: its turn ended in calls of these tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +152,8 @@ class Engine(ABC):
         whose own word wins. Pure; empty where the engine takes no hints."""
         return {}
 
-    async def note_pause(self, session_id: str, keep: Keep, tools: Sequence[str]) -> None:
-        """The session's turn ended in calls of these tools. Nothing where the engine takes no hints."""
+    async def note_pause(self, session_id: str, keep: Keep) -> None:
+        """The session's turn ended in tool calls, `keep.tools`. Nothing where the engine takes no hints."""
         return
 
     async def held(self) -> Held | None:

@@ -100,12 +100,11 @@ class VllmEngine(OpenAIEngine):
     def hint_fields(self, keep: Keep, sent: Mapping[str, Any]) -> Mapping[str, Any]:
         if not self.takes_hints:
             return {}
-        params = with_hint(sent.get("kv_transfer_params"), keeping(keep.ttl_s, keep.priority))
+        params = with_hint(sent.get("kv_transfer_params"), _hint(keep))
         return {} if params is None else {"kv_transfer_params": params}
 
-    async def note_pause(self, session_id: str, keep: Keep, tools: Sequence[str]) -> None:
-        said = {**keeping(keep.ttl_s, keep.priority), **pausing(tools)}
-        if self.takes_hints and not await self._note(session_id, "note", said):
+    async def note_pause(self, session_id: str, keep: Keep) -> None:
+        if self.takes_hints and not await self._note(session_id, "note", _hint(keep)):
             raise EngineError(f"the engine at {self.name} did not take a note")
 
     async def release_session(self, session_id: str, *, moved: bool = False) -> bool:
@@ -119,8 +118,12 @@ class VllmEngine(OpenAIEngine):
         listed = await self._listed() if self._plugged else None
         if listed is None:
             return None
-        sessions = {str(one["session"]): (int(one["blocks"]), int(one["tokens"])) for one in listed["data"]}
-        return Held(sessions, int(listed["totals"]["blocks"]), int(listed["totals"]["tokens"]))
+        try:
+            sessions = {str(one["session"]): (int(one["blocks"]), int(one["tokens"])) for one in listed["data"]}
+            totals = {name: int(listed["totals"][name]) for name in ("sessions", "blocks", "tokens")}
+            return Held(sessions, totals["blocks"], totals["tokens"], totals["sessions"] == len(sessions))
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineError(f"the engine at {self.name} lists its sessions in a way that is not known") from error
 
     async def _note(self, session_id: str, verb: str, hint: Mapping[str, Any]) -> bool:
         """To the plug-in, or as a request of one token, which waits in the engine's queue."""
@@ -160,3 +163,7 @@ def _pieces(raw: bytes) -> Sequence[tuple[str, float | None]] | None:
         return None
     fits = all(isinstance(t, str) and (p is None or isinstance(p, int | float)) for t, p in found)
     return found if found and fits else None
+
+
+def _hint(keep: Keep) -> dict[str, Any]:
+    return {**keeping(keep.ttl_s, keep.priority), **(pausing(keep.tools) if keep.tools else {})}

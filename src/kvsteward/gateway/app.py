@@ -225,19 +225,19 @@ class Steward:
         estimate = estimator.json(done.request.tools) + sum(estimator.message(m) for m in prepared.view.render())
         self.desk.estimator = estimator.observed(estimate, usage.prompt_tokens)
 
-    def note_pause(self, engine: Engine, session_id: str, keep: Keep, tools: Sequence[str]) -> None:
+    def note_pause(self, engine: Engine, session_id: str, keep: Keep) -> None:
         """Tells an engine that takes hints what a session waits for. Nobody waits for it, and under load it is left
         out: a note that is late is worth nothing."""
         if self._notes >= _MAX_NOTES:
             self.telemetry.notes.labels("dropped").inc()
             return
         self._notes += 1
-        self._spawn(self._note(engine, session_id, keep, tools))
+        self._spawn(self._note(engine, session_id, keep))
 
-    async def _note(self, engine: Engine, session_id: str, keep: Keep, tools: Sequence[str]) -> None:
+    async def _note(self, engine: Engine, session_id: str, keep: Keep) -> None:
         try:
             async with asyncio.timeout(_NOTE_LIMIT_S):
-                await engine.note_pause(session_id, keep, tools)
+                await engine.note_pause(session_id, keep)
             self.telemetry.notes.labels("sent").inc()
         except (EngineError, TimeoutError) as error:
             self.telemetry.notes.labels("failed").inc()
@@ -303,7 +303,7 @@ class Steward:
                 missed = False
                 if reading % _HELD_EVERY == 0:
                     station.held = await station.engine.held()
-            except (EngineError, TimeoutError) as error:
+            except (EngineError, TimeoutError, ValueError) as error:
                 missed, was_up = True, station.up
                 station.failed(str(error) or "no answer in time", surely=isinstance(error, EngineUnavailableError))
                 if was_up and not station.up:
@@ -317,6 +317,8 @@ class Steward:
             self.telemetry.running.set(self.fleet.running())
             self.telemetry.waiting.set(self.fleet.waiting())
             self.telemetry.resident_tokens.set(self.fleet.resident_tokens())
+            for station in self.fleet.stations:
+                self.telemetry.engine_up.labels(station.name).set(station.up and not station.draining)
             self.samples.append(self.sample())
             await asyncio.sleep(1.0)
 

@@ -56,7 +56,9 @@ class Station:
         return self.problem is None
 
     def learn(self, info: EngineInfo) -> None:
-        """What the engine is, at the start and again after it came back."""
+        """What the engine is, at the start and again after it came back: then with an empty pool."""
+        if not self.up:
+            self.residency = Residency()
         self.gate.resize(info.kv_capacity_tokens, info.max_running)
         self.residency.capacity_tokens = info.kv_capacity_tokens
         self.problem, self._failures = None, 0

@@ -21,7 +21,7 @@ from kvsteward.context.layout import View
 from kvsteward.context.marks import Marks, Policy
 from kvsteward.context.pipeline import Summarise, fits, summarise, summary_due
 from kvsteward.context.summary import Draft
-from kvsteward.engines.base import EngineRequest
+from kvsteward.engines.base import EngineRequest, Keep
 from kvsteward.errors import KVStewardError
 from kvsteward.gateway.fleet import Station
 from kvsteward.gateway.upstream import PATH, for_engine
@@ -61,6 +61,8 @@ class _Work:
     view: View
     marks: Marks
     policy: Policy
+    keep: Keep | None
+    """What the engine was told of the session; a draft must not make it forget that."""
 
 
 class Scribe:
@@ -78,7 +80,14 @@ class Scribe:
         return len(self._tasks)
 
     def after_turn(
-        self, session_id: str, at: Station, request: ChatRequest, view: View, marks: Marks, policy: Policy
+        self,
+        session_id: str,
+        at: Station,
+        request: ChatRequest,
+        view: View,
+        marks: Marks,
+        policy: Policy,
+        keep: Keep | None = None,
     ) -> None:
         """A turn has ended, and the engine has counted its `view`. Starts a draft if one is due."""
         steward, draft = self._steward, self._drafts.get(session_id)
@@ -89,7 +98,7 @@ class Scribe:
         if len(self._tasks) >= steward.settings.summaries_at_once or at.draining or at.gate.pool.waiting:
             self._count("skipped")
             return
-        work = _Work(session_id, at, request, view, marks, policy)
+        work = _Work(session_id, at, request, view, marks, policy, keep)
         task = self._tasks[session_id] = asyncio.create_task(self._work(work))
         task.add_done_callback(lambda _: self._tasks.pop(session_id, None))
 
@@ -161,7 +170,9 @@ class Scribe:
         """The engine's words, and whether they came to their end. None without room, for an error or for a call."""
         steward = self._steward
         messages = for_engine(work.at.info, question.messages)
-        body = encode(_base(work.request, question), messages=messages, stream=True, max_tokens=question.max_tokens)
+        base = _base(work.request, question)
+        fields = work.at.engine.hint_fields(work.keep, base.body) if work.keep is not None else {}
+        body = encode(base, messages=messages, stream=True, max_tokens=question.max_tokens, fields=fields)
         demand = Demand(work.view.known_tokens + question.max_tokens, question.max_tokens, returning=True)
         reader, splitter, received = AnswerReader(), EventSplitter(), 0
         request = EngineRequest(PATH, body, f"{steward.desk.ids.new()}-summary", work.session_id)

@@ -73,6 +73,12 @@ class Telemetry:
             ["outcome"],
             registry=r,
         )
+        self.engine_up = Gauge(
+            "kvsteward:engine_up",
+            "1 for an engine that takes turns, 0 for one that is down or drained",
+            ["engine"],
+            registry=r,
+        )
         self.running = Gauge("kvsteward:turns_running", "Turns that the engine works on", registry=r)
         self.waiting = Gauge("kvsteward:turns_waiting", "Turns that wait for KV budget", registry=r)
         self.sessions = Gauge("kvsteward:sessions", "Sessions by state", ["state"], registry=r)

@@ -330,11 +330,13 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
         await asyncio.shield(log.broken_off("abandoned" if isinstance(error, asyncio.CancelledError) else "error"))
         raise
     turn.step("done")
+    if turn.keep is not None:
+        turn.keep = replace(turn.keep, tools=log.called)
     if log.view_after is not None:  # only now is the room of this turn free again
         policy = steward.policy(turn.tenant)
-        steward.scribe.after_turn(session_id, turn.at, request, log.view_after, prepared.marks, policy)
-    if turn.keep is not None and log.called:
-        steward.note_pause(turn.at.engine, session_id, turn.keep, log.called)
+        steward.scribe.after_turn(session_id, turn.at, request, log.view_after, prepared.marks, policy, turn.keep)
+    if turn.keep is not None and turn.keep.tools:
+        steward.note_pause(turn.at.engine, session_id, turn.keep)
 
 
 def keep_of(exchange: Exchange, turn: Turn, session: Session) -> Keep | None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,43 @@ def test_files_that_vanish_or_cannot_be_read_are_misses(make, tmp_path, monkeypa
     assert tier.figures().misses == {"absent": 1, "error": 1}
     monkeypatch.undo()
     assert loaded(store, KEYS[1:2]) == [block(KEYS[1])]
+    tier.close()
+
+
+@pytest.mark.parametrize("call", ["write", "unlink"])
+def test_a_disk_that_hangs_holds_nobody_up_but_its_own_threads(make, tmp_path, monkeypatch, call):
+    tier = DiskTier(tmp_path, 2 * RECORD_BYTES)
+    store = make([tier])
+    for n in range(2):
+        store.put(KEYS[n], memoryview(block(KEYS[n])), "s")
+    assert store.flush(PATIENCE_S)
+    gate, hangs = threading.Event(), threading.Event()
+
+    def hang(*arguments, **options):
+        hangs.set()
+        assert gate.wait(60)
+        raise OSError(errno.EIO, "it hung")
+
+    target = "kvsteward.kv.blocks.disk.os.write" if call == "write" else "kvsteward.kv.blocks.disk.Path.unlink"
+    monkeypatch.setattr(target, hang)
+    out = memoryview(bytearray(BLOCK_BYTES))
+
+    def step() -> None:
+        store.put(KEYS[2], memoryview(block(KEYS[2])), "s")
+        assert hangs.wait(PATIENCE_S)
+        store.figures()
+        store.check()
+        store.stage(KEYS[:4], 0.0).release()
+        assert store.get_into(KEYS[0], out)
+        store.forget_session("s")
+
+    caller = threading.Thread(target=step, daemon=True)
+    caller.start()
+    caller.join(PATIENCE_S)
+    hung = caller.is_alive()
+    gate.set()
+    assert not hung
+    monkeypatch.undo()
     tier.close()
 
 

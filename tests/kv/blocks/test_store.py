@@ -94,6 +94,24 @@ def test_a_block_that_the_codec_refuses_stays_in_host_memory(make):
     assert store.figures().not_behind == {"memory": 1}
 
 
+def test_a_fault_in_a_codec_loses_what_it_was_for_and_no_more(make, caplog):
+    class Faulty(Lossless):
+        def encode(self, block):
+            if block[0] == 0:
+                raise RuntimeError("a fault in the codec")
+            return super().encode(block)
+
+    tier = MemoryTier()
+    store = make([tier], codec=Faulty(2))
+    store.put(KEYS[0], memoryview(bytes(BLOCK_BYTES)))
+    store.put(KEYS[1], memoryview(b"\1" * BLOCK_BYTES))
+    assert store.flush(PATIENCE_S)
+    assert set(tier.records) == {KEYS[1]}
+    assert "a fault in the codec" in caplog.text
+    assert store.figures().not_behind == {"memory": 1}
+    assert store.host.figures().pinned == 0
+
+
 def test_no_call_waits_for_a_tier_that_hangs(make):
     """Each in a thread that must come back although every call into the tier hangs until the end."""
     tier = MemoryTier()
@@ -328,8 +346,8 @@ def test_a_time_to_live_holds_here_and_below(make):
     assert store.lookup(KEYS) == 1
     store.host.clear()
     assert loaded(store, KEYS[:1]) == [BLOCKS[0]]
-    store.host.clear()
     clock.now += 1
+    assert store.lookup(KEYS) == 0  # what came back expires too
     assert loaded(store, KEYS[:1]) == []
     assert tier.meter.misses == {Reason.EXPIRED: 1}
 
@@ -407,6 +425,21 @@ def test_a_changed_bit_in_host_memory_is_found_where_that_is_asked_for(make):
     assert not store.get_into(KEYS[0], out)
     assert store.figures().not_served == {"checksum": 1}
     assert store.lookup(KEYS) == 0
+
+
+def test_a_loaded_block_is_checked_in_host_memory_too(make):
+    for codec in (None, Lossless(2)):
+        tier = MemoryTier()
+        store = make([tier], check_host=True, codec=codec)
+        numbers = bytes(BLOCK_BYTES)
+        store.put(KEYS[0], memoryview(numbers))
+        assert store.flush(PATIENCE_S)
+        store.host.clear()
+        assert loaded(store, KEYS[:1]) == [numbers]
+        slot = store.host.pin(KEYS[0])
+        slot.block[17] ^= 4
+        store.host.unpin([slot])
+        assert not store.get_into(KEYS[0], memoryview(bytearray(BLOCK_BYTES)))
 
 
 def test_many_threads_at_once(make):

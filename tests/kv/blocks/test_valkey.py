@@ -267,7 +267,7 @@ def test_a_server_that_talks_nonsense_is_a_miss(make):
 
 def test_a_cluster_works_with_the_same_keys(tmp_path, make):
     """One node that has all slots; commands for several slots go in one pipeline."""
-    server = Server(tmp_path, "--cluster-enabled", "yes")
+    server = Server(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
     try:
         server.client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
         until(lambda: server.client.execute_command("CLUSTER INFO")["cluster_state"] == "ok", "no cluster")
@@ -320,6 +320,7 @@ def test_a_breaker_opens_tries_once_and_backs_off():
     assert breaker.allows(1.0)
     assert not breaker.allows(1.5)  # one try at a time
     breaker.failed(1.6, "third")
+    breaker.failed(1.7, "late")  # of a call from before; it makes the wait no longer
     assert not breaker.allows(3.5)
     assert breaker.allows(3.6)
     breaker.failed(3.6, "fourth")
@@ -329,3 +330,17 @@ def test_a_breaker_opens_tries_once_and_backs_off():
     assert breaker.up
     assert breaker.allows(6.6)
     assert breaker.opened == 1
+
+
+def test_a_server_behind_a_unix_socket(tmp_path):
+    server = Server(tmp_path, "--unixsocket", str(tmp_path / "valkey.sock"))
+    tier = ValkeyTier(f"unix://{tmp_path / 'valkey.sock'}")
+    store = BlockStore(HostPool(len(BLOCKS[0]), 8 * 4096), [tier])
+    try:
+        assert store.put(KEYS[0], BLOCKS[0])
+        assert store.flush(PATIENCE_S)
+        store.host.clear()
+        assert loaded(store, KEYS[:2]) == BLOCKS[:1]
+    finally:
+        store.close()
+        server.kill()

@@ -18,6 +18,7 @@ class Breaker:
         self._failed = 0
         self._until_s: float | None = None
         self._wait_s = backoff_s
+        self._trying = False
         self.opened = 0
         """How often it went from up to down."""
         self.reason = ""
@@ -30,19 +31,23 @@ class Breaker:
             if now_s < self._until_s:
                 return False
             self._until_s = now_s + self._wait_s
+            self._trying = True
             return True
 
     def succeeded(self) -> None:
         with self._lock:
             self._failed, self._until_s, self._wait_s, self.reason = 0, None, self._first_s, ""
+            self._trying = False
 
     def failed(self, now_s: float, reason: str) -> None:
         with self._lock:
             self._failed += 1
             self.reason = reason
             if self._until_s is not None:
-                self._wait_s = min(2 * self._wait_s, self._max_s)
-                self._until_s = now_s + self._wait_s
+                if self._trying:  # calls that were under way when it opened say nothing new
+                    self._trying = False
+                    self._wait_s = min(2 * self._wait_s, self._max_s)
+                    self._until_s = now_s + self._wait_s
             elif self._failed >= self._allowed:
                 self.opened += 1
                 self._until_s = now_s + self._wait_s

@@ -91,7 +91,8 @@ class DiskTier(Tier):
             self._files[key] = _File(size_bytes, "")
             self._used_bytes += size_bytes
         with self._lock:
-            self._make_room(0)
+            dropped = self._make_room(0)
+        self._unlink(dropped)
 
     def _path(self, key: bytes) -> Path:
         return self._folder / key[-1:].hex() / f"{key.hex()}{SUFFIX}"
@@ -156,13 +157,16 @@ class DiskTier(Tier):
     def _write(self, write: Write) -> Reason | None:
         size_bytes = write.nbytes
         with self._lock:
-            self._drop(write.key)
-            if size_bytes > self._capacity_bytes:
-                return Reason.FULL
-            self._make_room(size_bytes)
-            self._used_bytes += size_bytes
+            dropped = self._drop([write.key])
+            fits = size_bytes <= self._capacity_bytes
+            if fits:
+                dropped += self._make_room(size_bytes)
+                self._used_bytes += size_bytes
             self._parts += 1
             number = self._parts
+        self._unlink(dropped)
+        if not fits:
+            return Reason.FULL
         path = self._path(write.key)
         part = path.with_name(f"{number}{PART}")
         try:
@@ -184,27 +188,39 @@ class DiskTier(Tier):
                 self._sessions.setdefault(write.session, set()).add(write.key)
         return None
 
-    def _make_room(self, size_bytes: int) -> None:
+    def _make_room(self, size_bytes: int) -> list[bytes]:
+        dropped: list[bytes] = []
         while self._files and self._used_bytes + size_bytes > self._capacity_bytes:
-            self._meter.evicted += self._drop(next(iter(self._files)))
+            dropped += self._drop([next(iter(self._files))])
+        self._meter.evicted += len(dropped)
+        return dropped
 
-    def _drop(self, key: bytes) -> bool:
-        file = self._files.pop(key, None)
-        if file is None:
-            return False
-        self._used_bytes -= file.size_bytes
-        keys = self._sessions.get(file.session)
-        if keys is not None:
-            keys.discard(key)
-            if not keys:
-                del self._sessions[file.session]
-        with contextlib.suppress(OSError):
-            self._path(key).unlink(missing_ok=True)
-        return True
+    def _drop(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Takes keys out of the index; their files are to be unlinked, without the lock, since that may take long."""
+        dropped = []
+        for key in keys:
+            file = self._files.pop(key, None)
+            if file is None:
+                continue
+            dropped.append(key)
+            self._used_bytes -= file.size_bytes
+            its = self._sessions.get(file.session)
+            if its is not None:
+                its.discard(key)
+                if not its:
+                    del self._sessions[file.session]
+        return dropped
+
+    def _unlink(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            with contextlib.suppress(OSError):
+                self._path(key).unlink(missing_ok=True)
 
     def forget(self, keys: Sequence[bytes]) -> int:
         with self._lock:
-            return sum(self._drop(key) for key in keys)
+            dropped = self._drop(keys)
+        self._unlink(dropped)
+        return len(dropped)
 
     def forget_session(self, session: str, spare: Callable[[Sequence[bytes]], set[bytes]]) -> int:
         with self._lock:

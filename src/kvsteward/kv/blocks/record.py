@@ -104,6 +104,7 @@ class Record:
     codec: int
     raw_bytes: int
     payload: memoryview
+    expires_s: float = 0.0
 
 
 def encode_header(
@@ -155,4 +156,4 @@ def decode(record: memoryview, key: bytes, *, now_s: float) -> Record | Miss:
         return Miss(Reason.TRUNCATED, f"{payload.nbytes} of {stored_bytes} bytes")
     if crc()(payload, 0) != payload_crc:
         return Miss(Reason.CHECKSUM, "payload")
-    return Record(codec, raw_bytes, payload)
+    return Record(codec, raw_bytes, payload, float(expires))

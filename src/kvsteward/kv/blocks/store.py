@@ -25,6 +25,8 @@ from kvsteward.kv.blocks.record import DAMAGED, HEADER_BYTES, Miss, Reason, crc,
 from kvsteward.kv.blocks.tier import Tier, TierFigures, Write
 
 log = logging.getLogger("kvsteward.blocks")
+JOIN_S = 1.0
+"""For threads that are in a call to a tier when the store is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,8 @@ class BlockStore:
         self._max_tickets, self._check_host = max_tickets, check_host
         self._clock, self._wall = clock, wall
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._to_load, self._to_seal, self._idle = (threading.Condition(self._lock) for _ in range(3))
+        self._to_write = [threading.Condition(self._lock) for _ in self.tiers]
         self._writes: list[deque[_Outgoing | _Forget]] = [deque() for _ in self.tiers]
         self._pending = [0] * len(self.tiers)
         """Of each tier: what is queued, sealed or being written."""
@@ -288,7 +291,7 @@ class BlockStore:
                 break
         if mine:
             self._fetches.append(_Fetch(mine))
-            self._changed.notify_all()
+            self._to_load.notify_all()
 
     def _miss(self, ticket: Ticket, key: bytes, reason: Reason) -> None:
         """The ticket ends before this key."""
@@ -407,7 +410,7 @@ class BlockStore:
                 for number in room:
                     self._pending[number] += 1
                 self._seals.append(_Outgoing(slot, slot.key, session, expires_s, room, len(room)))
-                self._changed.notify_all()
+                self._to_seal.notify()
                 return len(room) == len(self.tiers)
         self.host.unpin([slot])
         return not self.tiers
@@ -433,9 +436,9 @@ class BlockStore:
                     if number in room:
                         self._pending[number] += 1
                         self._writes[number].append(_Forget(session))
+                        self._to_write[number].notify()
                     else:
                         self._counts.not_behind[tier.name] += 1
-                self._changed.notify_all()
         return dropped
 
     # writing behind
@@ -445,7 +448,7 @@ class BlockStore:
         while True:
             with self._lock:
                 while not self._seals and not self._stopping:
-                    self._changed.wait()
+                    self._to_seal.wait()
                 if self._stopping:
                     return
                 item = self._seals.popleft()
@@ -454,15 +457,16 @@ class BlockStore:
                     item.parts = self._parts(item)
             except ValueError as error:
                 log.warning("kvsteward: a block cannot be stored as %s: %s", self._codec.name, error)
+            except Exception:
+                log.exception("kvsteward: a block could not be made ready for the tiers")
             with self._lock:
-                if item.parts:
-                    for number in item.tiers:
+                for number in item.tiers:
+                    if item.parts:
                         self._writes[number].append(item)
-                else:
-                    for number in item.tiers:
+                        self._to_write[number].notify()
+                    else:
                         self._counts.not_behind[self.tiers[number].name] += not item.slot.doomed
                         self._sent(number, [item])
-                self._changed.notify_all()
 
     def _parts(self, item: _Outgoing) -> tuple[memoryview | bytes, ...]:
         """The record; the block as it is where the codec does not make it smaller, so no record is larger than a
@@ -483,7 +487,7 @@ class BlockStore:
         while True:
             with self._lock:
                 while not queue and not self._stopping:
-                    self._changed.wait()
+                    self._to_write[number].wait()
                 if self._stopping:
                     return
                 taken = [queue.popleft()]
@@ -496,7 +500,6 @@ class BlockStore:
             finally:
                 with self._lock:
                     self._sent(number, taken)
-                    self._changed.notify_all()
 
     def _write(self, tier: Tier, taken: Sequence[_Outgoing | _Forget]) -> None:
         writes: list[Write] = []
@@ -524,6 +527,8 @@ class BlockStore:
                     item.parts = ()
                     done.append(item.slot)
         self.host.unpin(done)
+        if not any(self._pending):
+            self._idle.notify_all()
 
     def _unsent(self, number: int, items: Iterable[_Outgoing | _Forget]) -> None:
         left = list(items)
@@ -536,7 +541,7 @@ class BlockStore:
         while True:
             with self._lock:
                 while not self._fetches and not self._stopping:
-                    self._changed.wait()
+                    self._to_load.wait()
                 if self._stopping:
                     return
                 fetch = self._fetches.popleft()
@@ -586,7 +591,7 @@ class BlockStore:
             jobs[-1].keys.append(key)
         with self._lock:
             self._fetches.extend(jobs)
-            self._changed.notify_all()
+            self._to_load.notify_all()
         if found < len(fetch.keys):  # those behind a missing one are of no use
             self._land({}, dict.fromkeys(fetch.keys[found:], reason))
 
@@ -622,7 +627,7 @@ class BlockStore:
             self._counts.staged[tier.name] += sum(1 for slot in landed.values() if slot is not None)
             if again:
                 self._fetches.append(_Fetch(again, fetch.tier + 1))
-                self._changed.notify_all()
+                self._to_load.notify_all()
         self._land(landed, missed)
 
     def _unpack(self, tier: Tier, key: bytes, answer: memoryview | Miss, slot: Slot) -> Miss | None:
@@ -638,15 +643,18 @@ class BlockStore:
                 record = Miss(Reason.SIZE, str(record.raw_bytes))
             else:
                 in_place = answer.obj is slot.record.obj
+                raw = codec.number == Raw.number
                 try:
-                    if not (in_place and codec.number == Raw.number):
+                    if not (in_place and raw):
                         codec.decode(memoryview(bytes(record.payload)) if in_place else record.payload, slot.block)
                 except ValueError as error:
                     record = Miss(Reason.CODEC, str(error))
                 else:
-                    if codec.number == Raw.number and not in_place:
+                    if raw and not in_place:
                         slot.record[:HEADER_BYTES] = answer[:HEADER_BYTES]
-                    self.host.commit(slot, sealed=codec.number == Raw.number)
+                    elif not raw and self._check_host:
+                        self._seal(slot, key, record.expires_s)
+                    self.host.commit(slot, expires_s=record.expires_s, sealed=raw or self._check_host)
                     return None
         assert isinstance(record, Miss)
         tier.missed(record.reason)
@@ -723,10 +731,11 @@ class BlockStore:
             return self._drained(timeout_s)
 
     def _drained(self, timeout_s: float) -> bool:
-        return self._changed.wait_for(lambda: not any(self._pending), timeout_s)
+        return self._idle.wait_for(lambda: not any(self._pending), timeout_s)
 
     def close(self, drain_s: float = 5.0) -> None:
-        """Takes nothing more, writes what is queued for `drain_s` at most, drops the rest and ends the threads."""
+        """Takes nothing more, writes what is queued for `drain_s` at most, drops the rest and ends the threads; one
+        that a tier holds is left to itself after a second."""
         with self._lock:
             if self._stopping:
                 return
@@ -745,8 +754,10 @@ class BlockStore:
             for number, queue in enumerate(self._writes):
                 self._unsent(number, queue)
                 queue.clear()
-            self._changed.notify_all()
+            for condition in (self._to_load, self._to_seal, self._idle, *self._to_write):
+                condition.notify_all()
+        until = time.monotonic() + JOIN_S
         for thread in self._threads:
-            thread.join(1.0)
+            thread.join(max(0.0, until - time.monotonic()))
         for tier in self.tiers:
             tier.close()

@@ -79,7 +79,7 @@ class ValkeyTier(Tier):
         self.name = name
         self._namespace, self._ttl_s, self._clock, self._wall = namespace.encode(), ttl_s, clock, wall
         self._breaker = Breaker(failures, backoff_s, max_backoff_s)
-        self._lock = threading.Lock()
+        self._lock, self._connecting = threading.Lock(), threading.Lock()
         self._meter = Meter()
         errors = valkey.exceptions
         self._errors = (errors.ValkeyError, errors.ValkeyClusterException, OSError)
@@ -88,7 +88,7 @@ class ValkeyTier(Tier):
         settings: dict[str, Any] = {
             "socket_timeout": timeout_s,
             "socket_connect_timeout": connect_timeout_s,
-            "socket_keepalive": True,
+            **({} if url.startswith("unix://") else {"socket_keepalive": True}),
             "decode_responses": False,
         }
         self._client: Any = None
@@ -118,7 +118,7 @@ class ValkeyTier(Tier):
         if not self._breaker.allows(self._clock()):
             return Miss(Reason.DOWN)
         try:
-            with self._lock:
+            with self._connecting:
                 if self._client is None:
                     self._client = self._connect()
             pipe = self._client.pipeline(transaction=False)

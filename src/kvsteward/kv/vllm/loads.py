@@ -126,7 +126,7 @@ class Loads:
         self._fills: list[tuple[bytes, Filling]] = []
         self._known: OrderedDict[bytes, float] = OrderedDict()
         self._after: list[Callable[[], object]] = []
-        self._cost = LoadOrRecompute(store.host.block_bytes, block_tokens, tokens_per_s=1000.0)
+        self.cost = LoadOrRecompute(store.host.block_bytes, block_tokens, tokens_per_s=1000.0)
         self._timed: deque[tuple[float, int]] = deque(maxlen=4)
         self.counts = Counts()
 
@@ -235,7 +235,7 @@ class Loads:
         if self._timed:
             began_s, tokens = self._timed.popleft()
             if tokens >= PREFILL_TOKENS:
-                self._cost.computed(tokens, self._clock() - began_s)
+                self.cost.computed(tokens, self._clock() - began_s)
 
     def rescue(self) -> Moves:
         """After a fault of ours: what was promised and not yet sent is bad."""
@@ -298,7 +298,7 @@ class Loads:
         """Once for each admission blocks may be fetched from below, if that is expected to be faster than computing."""
         turn.first, turn.asked_s, turn.here = start, self._clock(), self._store.lookup(keys)
         missing, context = len(keys) - turn.here, (start + turn.here) * self._block_tokens
-        decision = self._cost.decide(LOWER, missing, context)
+        decision = self.cost.decide(LOWER, missing, context)
         fetch = self._lower and not turn.staged and decision.load_blocks > 0
         within_s = min(self._within_s, decision.recompute_s) if fetch else 0.0
         turn.ticket = self._store.stage(keys, within_s, turn.session, lower=fetch)
@@ -307,7 +307,7 @@ class Loads:
     def _heard(self, turn: _Turn, there: int) -> None:
         turn.answered = True
         if there > turn.here:
-            self._cost.loaded(LOWER, there - turn.here, self._clock() - turn.asked_s)
+            self.cost.loaded(LOWER, there - turn.here, self._clock() - turn.asked_s)
         for name in self._keys(turn)[turn.first + there :]:  # it did not come, whatever was believed
             self._known.pop(name, None)
 
