@@ -109,6 +109,7 @@ def play(played: Sequence[Turn], kind: str, blocks: int, options: argparse.Names
         block_size=BLOCK_TOKENS,
         num_gpu_blocks_override=blocks,
         enable_prefix_caching=True,
+        disable_log_stats=True,
         **more,
     )
     engine = LLMEngine.from_engine_args(arguments)

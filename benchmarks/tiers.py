@@ -5,8 +5,9 @@
     python benchmarks/tiers.py --python VLLM_PYTHON --model DIR overhead
 
 `reuse`: sessions take turns in a circle, each turn with its whole history and a little more. `--over` is the sessions'
-tokens at the end over the pool's. An infinite cache reuses the whole blocks of the session's last prompt; kind
-`infinite` is a stock vLLM whose pool holds everything. Times to first token are those of turns that return.
+tokens at the end over the pool's. All servers run at once and get each turn one after the other. An infinite cache
+reuses the whole blocks of the session's last prompt; kind `infinite` is a stock vLLM whose pool holds everything. Times
+to first token are those of turns that return; `turns` is the sum of all turns' times.
 
 `migrate`: a session starts on server A and goes on on server B, both with one Valkey; beside it a prompt of the same
 length that B has never seen.
@@ -33,6 +34,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,22 +105,21 @@ def prose(rng: random.Random, words: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(words))
 
 
-def circle(url: str, sessions: int, rounds: int, words: int, more: int) -> tuple[list[Answer], float]:
-    """Each session's turns in a circle, and the wall time of all. The answers' texts do not go into the history, so
-    that all kinds see the same prompts whatever a model says."""
+def circle(urls: dict[str, str], sessions: int, rounds: int, words: int, more: int) -> dict[str, list[Answer]]:
+    """Each session's turns in a circle. Every turn goes to all servers, one after the other and each time another one
+    first, so that all see the same prompts on a machine that is equally busy. The answers' texts do not go into the
+    history."""
     rng = random.Random(5)
     histories = [[{"role": "user", "content": f"Session {i}. {prose(rng, words)}"}] for i in range(sessions)]
-    answers, began = [], time.monotonic()
+    answers: dict[str, list[Answer]] = {kind: [] for kind in urls}
     for turn in range(rounds * sessions):
-        history = histories[turn % sessions]
-        answers.append(ask(url, f"s{turn % sessions}", history))
+        history, kinds = histories[turn % sessions], list(urls)
+        first = turn % len(kinds)
+        for kind in kinds[first:] + kinds[:first]:
+            answers[kind].append(ask(urls[kind], f"s{turn % sessions}", history))
         history.append({"role": "assistant", "content": prose(rng, 4)})
         history.append({"role": "user", "content": prose(rng, more)})
-    return answers, time.monotonic() - began
-
-
-def share(answers: list[Answer]) -> float:
-    return sum(a.cached_tokens for a in answers) / sum(a.prompt_tokens for a in answers)
+    return answers
 
 
 def percentile(values: list[float], part: float) -> float:
@@ -129,70 +130,99 @@ def reuse(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     more = 40
     tokens = args.sessions * (args.words + 60 + (args.rounds - 1) * (more + 20))
     context = args.words + 200 + args.rounds * (more + 40)
-    report: dict[str, Any] = {"load_before": os.getloadavg()}
-
-    def run(kind: str, over: float) -> dict[str, Any]:
-        blocks = max(int(tokens / over / BLOCK_TOKENS), context // BLOCK_TOKENS + 2)
-        options: dict[str, Any] | None = None
-        figures = folder / f"{kind}-{over}.json"
-        with contextlib.ExitStack() as stack:
-            if kind in ("host", "valkey"):
-                options = {"figures_path": str(figures), "host_gib": args.host_gib}
-            if options is not None and kind == "valkey":
-                options |= {"valkey_url": stack.enter_context(valkey(args.valkey, folder))}
-                options |= {"host_bytes": int(args.host_share * blocks) * SLOT_BYTES, "host_gib": None}
-                options |= {"stage_within_s": args.stage_within_s}
-            if kind == "ours":
-                options = {"figures_path": str(figures)}
-            url = stack.enter_context(
-                server(
-                    args.python,
-                    args.model,
-                    blocks,
-                    options,
-                    folder / "log.txt",
-                    context_tokens=context,
-                    path=PYTHONPATH,
-                )
-            )
-            ask(url, "warm", [{"role": "user", "content": "Hello"}])
-            answers, wall_s = circle(url, args.sessions, args.rounds, args.words, more)
-            time.sleep(5.5 if options else 0.0)
-            ask(url, "warm", [{"role": "user", "content": "Hello again"}])
-        back = [a.ttft_s for a in answers[args.sessions :]]
-        return {
-            "kind": kind,
-            "over": over,
-            "blocks": blocks,
-            "prompt_tokens": sum(a.prompt_tokens for a in answers),
-            "cached_tokens": sum(a.cached_tokens for a in answers),
-            "bound": sum(a.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS for a in answers[: -args.sessions]),
-            "wall_s": wall_s,
-            "ttft_p50_s": statistics.median(back),
-            "ttft_p95_s": percentile(back, 0.95),
-            "first_ttft_p50_s": statistics.median(a.ttft_s for a in answers[: args.sessions]),
-            "texts": [a.text for a in answers],
-            "figures": json.loads(figures.read_text()) if figures.exists() else None,
-        }
-
-    rows = []
+    rows: list[dict[str, Any]] = []
     print(f"{args.sessions} sessions, {args.rounds} rounds; load {os.getloadavg()[0]:.1f}")
-    print("| working set / pool | kind | reused, % | of an infinite cache, % | wall, s | returning TTFT p50 / p95, s |")
+    print(
+        "| working set / pool | kind | reused, % | of an infinite cache, % | turns, s | returning TTFT p50 / p95, s |"
+    )
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     for over in map(float, args.over.split(",")):
-        for kind in args.kinds.split(","):
-            row = run(kind, 0.7 if kind == "infinite" else over)
-            rows.append(row)
-            reused = 100 * row["cached_tokens"] / row["prompt_tokens"]
-            times = f"{row['ttft_p50_s']:.2f} / {row['ttft_p95_s']:.2f}"
-            print(
-                f"| {row['over']} | {row['kind']} | {reused:.1f} | {100 * row['cached_tokens'] / row['bound']:.1f} |"
-                f" {row['wall_s']:.1f} | {times} |",
-                flush=True,
-            )
-            if args.json:
-                args.json.write_text(json.dumps({**report, "rows": rows}, indent=1))
-    return {**report, "rows": rows, "load_after": os.getloadavg()}
+        pool = max(int(tokens / over / BLOCK_TOKENS), context // BLOCK_TOKENS + 2)
+        with contextlib.ExitStack() as stack:
+
+            def start(kind: str, stack: contextlib.ExitStack = stack, pool: int = pool) -> str:
+                blocks = tokens * 3 // 2 // BLOCK_TOKENS if kind == "infinite" else pool
+                options: dict[str, Any] | None = None
+                if kind in ("ours", "host", "valkey"):
+                    options = {"figures_path": str(folder / f"{kind}.json")}
+                if options is not None and kind == "host":
+                    options |= {"host_gib": args.host_gib}
+                if options is not None and kind == "valkey":
+                    options |= {"host_bytes": int(args.host_share * pool) * SLOT_BYTES}
+                    options |= {"valkey_url": stack.enter_context(valkey(args.valkey, folder))}
+                    options |= {"stage_within_s": args.stage_within_s}
+                log = folder / f"{kind}.txt"
+                return stack.enter_context(
+                    server(args.python, args.model, blocks, options, log, context_tokens=context, path=PYTHONPATH)
+                )
+
+            kinds = args.kinds.split(",")
+            with ThreadPoolExecutor(len(kinds)) as threads:
+                urls = dict(zip(kinds, threads.map(start, kinds), strict=True))
+            for url in urls.values():
+                ask(url, "warm", [{"role": "user", "content": "Hello"}])
+            load_before = os.getloadavg()
+            answers = circle(urls, args.sessions, args.rounds, args.words, more)
+            load_after = os.getloadavg()
+            time.sleep(5.5)
+            for url in urls.values():
+                ask(url, "warm", [{"role": "user", "content": "Hello again"}])
+            for kind, mine in answers.items():
+                figures = folder / f"{kind}.json"
+                row = row_of(kind, over, pool, mine, args.sessions)
+                row |= {"load_before": load_before, "load_after": load_after}
+                row["figures"] = json.loads(figures.read_text()) if figures.exists() else None
+                rows.append(row)
+                if args.json:
+                    args.json.write_text(json.dumps({"rows": rows}, indent=1))
+    return {"rows": rows}
+
+
+def row_of(kind: str, over: float, blocks: int, answers: list[Answer], sessions: int) -> dict[str, Any]:
+    """One server's turns, printed as a row. The bound is what an infinite cache reuses: the whole blocks of each
+    session's last prompt."""
+    back = [a.ttft_s for a in answers[sessions:]]
+    prompt, cached = sum(a.prompt_tokens for a in answers), sum(a.cached_tokens for a in answers)
+    bound = sum(a.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS for a in answers[:-sessions])
+    row = {
+        "kind": kind,
+        "over": over,
+        "blocks": blocks,
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "bound": bound,
+        "turns_s": sum(a.total_s for a in answers),
+        "ttft_p50_s": statistics.median(back),
+        "ttft_p95_s": percentile(back, 0.95),
+        "first_ttft_p50_s": statistics.median(a.ttft_s for a in answers[:sessions]),
+        "answers": [asdict(a) for a in answers],
+    }
+    print(
+        f"| {over} | {kind} | {100 * cached / prompt:.1f} | {100 * cached / bound:.1f} | {row['turns_s']:.1f} |"
+        f" {row['ttft_p50_s']:.2f} / {row['ttft_p95_s']:.2f} |",
+        flush=True,
+    )
+    return row
+
+
+def together(
+    stack: contextlib.ExitStack,
+    args: argparse.Namespace,
+    kinds: dict[str, dict[str, Any] | None],
+    blocks: int,
+    context: int,
+    folder: Path,
+) -> dict[str, str]:
+    """Servers with these options, started at once. URLs by name."""
+
+    def start(kind: str) -> str:
+        log = folder / f"{kind}.txt"
+        return stack.enter_context(
+            server(args.python, args.model, blocks, kinds[kind], log, context_tokens=context, path=PYTHONPATH)
+        )
+
+    with ThreadPoolExecutor(len(kinds)) as threads:
+        return dict(zip(kinds, threads.map(start, kinds), strict=True))
 
 
 def migrate(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -203,20 +233,7 @@ def migrate(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(valkey(args.valkey, folder))
         options = {"host_gib": 0.5, "valkey_url": url, "stage_within_s": args.stage_within_s}
-        a, b = (
-            stack.enter_context(
-                server(
-                    args.python,
-                    args.model,
-                    blocks,
-                    options,
-                    folder / f"{n}.txt",
-                    context_tokens=context,
-                    path=PYTHONPATH,
-                )
-            )
-            for n in "ab"
-        )
+        a, b = together(stack, args, dict.fromkeys("ab", options), blocks, context, folder).values()
         for number in range(2 if args.quick else 4):
             ask(b, "warm", [{"role": "user", "content": f"Hello {number}"}])
             history = [{"role": "user", "content": f"Moved {number}. {prose(rng, words)}"}]
@@ -245,14 +262,7 @@ def overhead(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     turns, output = (6, 64) if args.quick else (20, 128)
     seconds: dict[str, list[float]] = {"stock": [], "host": []}
     with contextlib.ExitStack() as stack:
-        urls = {
-            kind: stack.enter_context(
-                server(
-                    args.python, args.model, 96, options, folder / f"{kind}.txt", context_tokens=2048, path=PYTHONPATH
-                )
-            )
-            for kind, options in (("stock", None), ("host", {"host_gib": 0.5}))
-        }
+        urls = together(stack, args, {"stock": None, "host": {"host_gib": 0.5}}, 96, 2048, folder)
         for url in urls.values():
             ask(url, "one", history, max_tokens=output)
             ask(url, "one", history, max_tokens=output)
@@ -279,9 +289,9 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--over", default="2,4")
     parser.add_argument("--kinds", default="stock,host,valkey")
-    parser.add_argument("--sessions", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--words", type=int, default=900)
+    parser.add_argument("--sessions", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--words", type=int, default=1400)
     parser.add_argument("--host-gib", type=float, default=1.0)
     parser.add_argument("--host-share", type=float, default=1.0, help="kind valkey: host pool over vLLM's pool")
     parser.add_argument("--stage-within-s", type=float, default=2.0)
@@ -290,7 +300,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     if args.quick:
-        args.rounds, args.sessions = min(args.rounds, 3), min(args.sessions, 6)
+        args.rounds, args.sessions = min(args.rounds, 3), min(args.sessions, 4)
     with tempfile.TemporaryDirectory() as folder:
         report = {"reuse": reuse, "migrate": migrate, "overhead": overhead}[args.what](args, Path(folder))
     if args.json:

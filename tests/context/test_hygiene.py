@@ -50,6 +50,10 @@ VOLATILE = [
     ("Now: 1790000000", "date or time"),
     ("2026-11-29T18:03:07.123Z", "date or time"),
     ("- timestamp: 2026-11-29 18:03", "date or time"),
+    ("You run on v1.2 and the current date is 2026-11-29.", "date or time"),
+    ("Current date/time (UTC): 2026-11-29 18:03", "date or time"),
+    ("Local time in Berlin is 18:03.", "date or time"),
+    ("It is Sunday, Nov. 29, 2026.", "date or time"),
 ]
 STEADY = [
     "Use the tool current_time to learn the date, at most 3 times.",
@@ -60,6 +64,10 @@ STEADY = [
     "Every request has an id, see the documentation.",
     "The working directory must never be deleted.",
     "Order ids look like #W1234567.",
+    "If it is after 18:00, say that the shop is closed.",
+    "When the current time is later than 18:00, refuse.",
+    "Refuse if the current date is past 2026-01-01.",
+    "The local time of a flight is printed as 18:05 in its row, before its name, when it is known at 12:00.",
 ]
 
 

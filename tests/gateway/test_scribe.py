@@ -202,8 +202,8 @@ async def test_it_is_given_up_when_its_session_ends(start):
 
 
 async def test_it_has_a_time_limit(start):
-    gateway = await hanging(start, summary_timeout_s=0.2)
-    await gateway.until(lambda: gateway.steward.scribe.running == 0 and not gateway.engine._living)
+    gateway = await hanging(start, summary_timeout_s=2.0)
+    await gateway.until(lambda: gateway.steward.scribe.running == 0 and not gateway.engine._living, 10)
     assert count(gateway, "failed") == 1
 
 

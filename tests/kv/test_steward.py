@@ -31,10 +31,12 @@ class Pool:
 
     size: int
     now: float = 0.0
+    reorder_s: float = 0.0
     paths: dict[str, list[Block]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.steward = Steward([Block(i) for i in range(self.size)], lambda: self.now, block_tokens=16, reorder_s=0)
+        blocks = [Block(i) for i in range(self.size)]
+        self.steward = Steward(blocks, lambda: self.now, block_tokens=16, reorder_s=self.reorder_s)
         self.turn_number = 0
 
     def turn(self, session: str, blocks: int, told: Told | None = None, pause_s: float = 1.0) -> int:
@@ -196,7 +198,7 @@ def test_a_note_of_a_slow_tool_lets_its_session_go_first():
 
 def test_round_robin_beyond_the_pool_is_reused_where_lru_reuses_nothing():
     """8 sessions of 10 blocks, 60 blocks: LRU always evicts just what comes next."""
-    pool, lru = Pool(60), Pool(60)
+    pool, lru = Pool(60, reorder_s=1e9), Pool(60)  # few runs are ranked in each step, whatever `reorder_s` says
     lru.steward.free.ranked_by(None)
     reused, by_lru = 0, 0
     for turn in range(8 * 12):

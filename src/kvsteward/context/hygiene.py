@@ -39,6 +39,11 @@ _WHEN = (
     r"(?:\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}|\d{1,2}:\d{2}"
     rf"|{_MONTH}\.?\s+\d{{1,2}}|\d{{1,2}}(?:st|nd|rd|th)?\.?\s+{_MONTH}|\b1[6-9]\d{{8}}(?:\d{{3}})?\b|\b{_DAY}\b)"
 )
+# "If the current time is after 18:00, ..." is a rule of the house, not a clock.
+_CONDITION = r"\b(?:if|when(?:ever)?|unless|until|before|after|between|later|earlier|past|than|exceed\w*)\b"
+_LEAD = rf"(?:^|[.!?]\s+)(?:(?!{_CONDITION})(?:[^.!?]|[.!?](?!\s)))*?"
+_OF = r"(?:\s*(?:and|&|/)\s*(?:date|time|day))?(?:\s+(?:now|today|here|in\s+\S{1,40}))?(?:\s*\([^)]{0,40}\))?"
+_GAP = rf"(?:(?!{_CONDITION}).){{0,60}}?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +90,8 @@ RULES = (
     Rule("working directory", r"^\W*(?:current\s+)?(?:working\s+dir(?:ectory)?|cwd|pwd)\W{0,3}\s*(?:is\s*)?[:=]\s*\S"),
     Rule(
         "date or time",
-        r"\b(?:current|today'?s?|present|local|server|system)\s+(?:local\s+|system\s+|utc\s+)?"
-        rf"(?:date|time|datetime|timestamp|day)\b.{{0,60}}?{_WHEN}"
-        rf"|\b(?:today|now|it)\s+is\b.{{0,40}}?{_WHEN}"
+        rf"{_LEAD}(?P<at>\b(?:current|today'?s?|present|local|server|system)\s+(?:local\s+|system\s+|utc\s+)?"
+        rf"(?:date|time|datetime|timestamp|day)\b{_OF}\s*(?:\bis\b|[:=-])|\b(?:today|now|it)\s+is\b){_GAP}{_WHEN}"
         rf"|^\W*(?:date|time|datetime|timestamp|now|as\s+of)\W{{0,3}}\s*[:=]\s*.{{0,40}}?{_WHEN}"
         r"|^\W*\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?\S*\W*$",
     ),
@@ -202,10 +206,15 @@ def _finder(rules: tuple[Rule, ...]) -> Callable[[str], tuple[Rule, int] | None]
 
     @lru_cache(maxsize=_CACHED_LINES)
     def find(line: str) -> tuple[Rule, int] | None:
-        found = ((rule, match.start()) for rule, pattern in patterns if (match := pattern.search(line)))
+        found = ((rule, _place(match)) for rule, pattern in patterns if (match := pattern.search(line)))
         return next(found, None)
 
     return find
+
+
+def _place(match: re.Match[str]) -> int:
+    """Where what changes begins: at the group `at` of a pattern that has one."""
+    return max(match.start(), match.start("at")) if "at" in match.re.groupindex else match.start()
 
 
 def _block(lines: Sequence[str], first: int, rule: Rule) -> int:

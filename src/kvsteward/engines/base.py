@@ -63,6 +63,8 @@ class Held:
     blocks: int = 0
     tokens: int = 0
     """Of all sessions, those that are not named too."""
+    complete: bool = True
+    """All are named: another session has nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,8 @@ class VllmEngine(OpenAIEngine):
             return None
         try:
             sessions = {str(one["session"]): (int(one["blocks"]), int(one["tokens"])) for one in listed["data"]}
-            return Held(sessions, int(listed["totals"]["blocks"]), int(listed["totals"]["tokens"]))
+            totals = {name: int(listed["totals"][name]) for name in ("sessions", "blocks", "tokens")}
+            return Held(sessions, totals["blocks"], totals["tokens"], totals["sessions"] == len(sessions))
         except (LookupError, TypeError, ValueError) as error:
             raise EngineError(f"the engine at {self.name} lists its sessions in a way that is not known") from error
 

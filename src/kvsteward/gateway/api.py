@@ -191,7 +191,8 @@ def described(steward: Steward, session: Session, tenant: Tenant) -> dict[str, A
     station = steward.fleet.station_of(session.id, session.engine)
     blocks, tokens = (None, None)
     if station is not None and station.held is not None:
-        blocks, tokens = station.held.sessions.get(session.id, (0, 0))
+        nothing = (0, 0) if station.held.complete else (None, None)
+        blocks, tokens = station.held.sessions.get(session.id, nothing)
     return {
         "id": public_id(session),
         "object": "session",

@@ -330,3 +330,17 @@ def test_a_breaker_opens_tries_once_and_backs_off():
     assert breaker.up
     assert breaker.allows(6.6)
     assert breaker.opened == 1
+
+
+def test_a_server_behind_a_unix_socket(tmp_path):
+    server = Server(tmp_path, "--unixsocket", str(tmp_path / "valkey.sock"))
+    tier = ValkeyTier(f"unix://{tmp_path / 'valkey.sock'}")
+    store = BlockStore(HostPool(len(BLOCKS[0]), 8 * 4096), [tier])
+    try:
+        assert store.put(KEYS[0], BLOCKS[0])
+        assert store.flush(PATIENCE_S)
+        store.host.clear()
+        assert loaded(store, KEYS[:2]) == BLOCKS[:1]
+    finally:
+        store.close()
+        server.kill()

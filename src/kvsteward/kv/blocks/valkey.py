@@ -88,7 +88,7 @@ class ValkeyTier(Tier):
         settings: dict[str, Any] = {
             "socket_timeout": timeout_s,
             "socket_connect_timeout": connect_timeout_s,
-            "socket_keepalive": True,
+            **({} if url.startswith("unix://") else {"socket_keepalive": True}),
             "decode_responses": False,
         }
         self._client: Any = None

@@ -18,6 +18,7 @@ from uuid import uuid4
 
 import torch
 import vllm
+from prometheus_client import REGISTRY
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -127,6 +128,13 @@ def connector_metrics(client: Any) -> Any:
     loggers = getattr(getattr(client, "logger_manager", None), "stat_loggers", ())
     proms = [prom for logger in loggers if (prom := getattr(logger, "kv_connector_prom", None)) is not None]
     return next((prom.prom_metrics for prom in proms if prom.prom_metrics is not None), None)
+
+
+def forget_metrics(prefix: str) -> None:
+    """Takes our metrics of an engine before this one out of the registry, as vLLM does with its own."""
+    for collector in list(REGISTRY._collector_to_names):
+        if str(getattr(collector, "_name", "")).startswith(prefix):
+            REGISTRY.unregister(collector)
 
 
 def api_keys(args: Any) -> list[str]:

@@ -7,6 +7,7 @@ in metrics at a time.
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from kvsteward.kv.vllm import compat
 from kvsteward.kv.vllm.snapshot import labelled
 
 EVERY_S = 1.0
+log = logging.getLogger("vllm.kvsteward")
 
 
 class SessionStats(compat.KVConnectorStats):  # type: ignore[misc]
@@ -49,6 +51,7 @@ class SessionMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]
 
     def __init__(self, config: Any, types: Any, labelnames: list[str], labelvalues: Mapping[int, list[object]]) -> None:
         super().__init__(config, types, labelnames, labelvalues)
+        compat.forget_metrics("kvsteward_")
         self.latest: dict[int, tuple[float, Mapping[str, Any]]] = {}
         self.on_news: Callable[[], None] | None = None
 
@@ -69,10 +72,22 @@ class SessionMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]
         )
         self._named: dict[int, set[str]] = {}
         self._counted: dict[tuple[int, str], int] = {}
+        self._broken = False
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        data, labels = transfer_stats_data, [str(v) for v in self.per_engine_labelvalues[engine_idx]]
-        self.latest[engine_idx] = (time.monotonic(), data)
+        """Called where vLLM hands out answers: a fault here would end them all."""
+        self.latest[engine_idx] = (time.monotonic(), transfer_stats_data)
+        try:
+            if not self._broken:
+                self._show(transfer_stats_data, engine_idx)
+        except Exception:  # whatever it is, the server goes on without these metrics
+            self._broken = True
+            log.exception("kvsteward: the metrics stay as they are from now on")
+        if self.on_news is not None:
+            self.on_news()
+
+    def _show(self, data: Mapping[str, Any], engine_idx: int) -> None:
+        labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
         named, others, more = labelled(data)
         for name in self._named.get(engine_idx, set()) - named.keys():
             self._drop(*labels, name)
@@ -88,8 +103,6 @@ class SessionMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]
             before = self._counted.get((engine_idx, kind), 0)
             self._hints.labels(*labels, kind).inc(total - before if total >= before else total)
             self._counted[engine_idx, kind] = total
-        if self.on_news is not None:
-            self.on_news()
 
     def _drop(self, *labels: str) -> None:
         for metric in (self._blocks, self._tokens):

@@ -2,7 +2,8 @@
 
 A turn is told by `began` (queued), and `ended` with the ids of its blocks just before they become free. Turns without a
 session are owners of their own; blocks that several sessions used are an owner of their own too, whose returns are
-learned like a session's. The order is asked for at most every `reorder_s` and is good until then. While
+learned like a session's. The order is asked for anew in each step in which blocks are taken, as long as that takes
+at most 1 / `RANK_PAUSE` of the time; an order is at most `reorder_s` old. While
 `policy.guard` finds that LRU does better, what was learned is not used; the caller's word still is.
 
 No vLLM import, no clock (`now` comes in), no I/O. Invariant: sessions, hints and queued turns held are bounded.
@@ -26,6 +27,11 @@ ALONE = "request:"
 LOOSE = "freed:"
 MAX_RANKED = 2048
 """Runs that one ranking looks at, the oldest ones; the others go after them."""
+
+RANK_PAUSE = 20.0
+"""After a ranking the next one waits for this many times as long as it took."""
+RANK_S_PER_RUN = 6e-6
+"""What a ranking takes. Not measured as it goes: a process that has to wait for its core would rank less and less."""
 
 
 @dataclass(slots=True)
@@ -82,6 +88,7 @@ class Steward:
         self._max_owners = max_owners
         self._born: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._ordered_at = -float("inf")
+        self._rank_s = 0.0
         self._turns = 0
         self._over: list[str] = []
 
@@ -144,7 +151,7 @@ class Steward:
             self.free.release(name)
         self._over.clear()
         now = self._clock()
-        if now - self._ordered_at >= self._reorder_s:
+        if now - self._ordered_at >= min(self._reorder_s, RANK_PAUSE * self._rank_s):
             self._ordered_at = now
             self.free.outdate()
 
@@ -193,6 +200,7 @@ class Steward:
         for number in [n for n in self._born if n not in runs]:
             del self._born[number]
         rates = EVEN if self._guard.lru else self._returns
+        self._rank_s = RANK_S_PER_RUN * len(states)
         return [int(give.name) for give in order(states, rates, now)]
 
     def _state(self, run: Run, now: float) -> State:
