@@ -44,7 +44,6 @@ from kvsteward.kv.blocks.tier import Tier, Write
 from kvsteward.kv.blocks.valkey import ValkeyTier
 
 BLOCK_BYTES = 2 << 20
-BATCH = 8
 Step = Callable[[], None]
 
 
@@ -131,8 +130,8 @@ class Raw:
 class TierAlone:
     """Our tier in one thread, between the slots of a host pool and the server: records, checksums, pipelines."""
 
-    def __init__(self, tier: Tier, values: Sequence[bytes]) -> None:
-        self.tier, self.values = tier, values
+    def __init__(self, tier: Tier, values: Sequence[bytes], batch: int) -> None:
+        self.tier, self.values, self.batch = tier, values, batch
         pool = HostPool(BLOCK_BYTES, (len(values) + 1) * (BLOCK_BYTES + 4096))
         self.slots: list[Slot] = []
         for name, value in zip(keys(f"tier-{tier.name}", len(values)), values, strict=True):
@@ -142,16 +141,16 @@ class TierAlone:
             self.slots.append(slot)
 
     def store(self) -> None:
-        for start in range(0, len(self.slots), BATCH):
-            its = self.slots[start : start + BATCH]
+        for start in range(0, len(self.slots), self.batch):
+            its = self.slots[start : start + self.batch]
             for slot in its:
                 slot.record[:HEADER_BYTES] = encode_header(slot.key, slot.block, codec=0, raw_bytes=BLOCK_BYTES)
             answers = self.tier.write([Write(slot.key, (slot.record,), "bench") for slot in its])
             assert answers == [None] * len(its)
 
     def load(self) -> None:
-        for start in range(0, len(self.slots), BATCH):
-            its = self.slots[start : start + BATCH]
+        for start in range(0, len(self.slots), self.batch):
+            its = self.slots[start : start + self.batch]
             answers = self.tier.read([slot.key for slot in its], [slot.record for slot in its])
             for slot, answer in zip(its, answers, strict=True):
                 assert isinstance(answer, memoryview)
@@ -167,11 +166,11 @@ class TierAlone:
 class Whole:
     """The store: `put` until all is behind, `stage` until all is in host memory again."""
 
-    def __init__(self, tier: Tier, values: Sequence[bytes], loaders: int) -> None:
+    def __init__(self, tier: Tier, values: Sequence[bytes], loaders: int, batch: int) -> None:
         self.values = values
         self.keys = keys(f"store-{tier.name}", len(values))
         self.pool = HostPool(BLOCK_BYTES, (len(values) + 1) * (BLOCK_BYTES + 4096))
-        self.store_ = BlockStore(self.pool, [tier], queue_blocks=len(values), loaders=loaders, batch_blocks=BATCH)
+        self.store_ = BlockStore(self.pool, [tier], queue_blocks=len(values), loaders=loaders, batch_blocks=batch)
         self.out = memoryview(bytearray(BLOCK_BYTES))
 
     def store(self) -> None:
@@ -270,19 +269,26 @@ def like_kv() -> bytes:
     return (numbers.astype(np.float32).view(np.uint32) >> 16).astype("<u2").tobytes()
 
 
+def error(before: bytes, after: bytes) -> float:
+    """Root mean square of the difference of two blocks of bfloat16, relative to the first one's."""
+    one, two = ((np.frombuffer(b, "<u2").astype("<u4") << 16).view("<f4").astype("f8") for b in (before, after))
+    return float(np.sqrt(((one - two) ** 2).mean() / (one**2).mean()))
+
+
 def codecs(count: int, block: bytes) -> dict[str, dict[str, float]]:
     found = {}
-    out = memoryview(bytearray(BLOCK_BYTES))
+    out = memoryview(bytearray(len(block)))
     several: dict[str, Codec] = {"lossless": Lossless(2), "int8": Int8("bfloat16", 64)}
     for name, codec in several.items():
         packed = bytes(codec.encode(memoryview(block)))
-        mib = BLOCK_BYTES / 2**20
+        mib = len(block) / 2**20
         encode_ms = median_ms(lambda codec=codec: codec.encode(memoryview(block)), count)  # type: ignore[misc]
         decode_ms = median_ms(lambda codec=codec, packed=packed: codec.decode(memoryview(packed), out), count)  # type: ignore[misc]
         found[name] = {
             "ratio": round(len(block) / len(packed), 3),
             "encode_mib_per_s": round(mib / encode_ms * 1e3, 1),
             "decode_mib_per_s": round(mib / decode_ms * 1e3, 1),
+            "error_rms": round(error(block, bytes(out)), 5),
         }
     return found
 
@@ -294,9 +300,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         tier = ValkeyTier(url, ttl_s=600)
         contenders: dict[str, Any] = {
             "raw": Raw(url, values, 1),
-            "raw_pipelined": Raw(url, values, BATCH),
-            "tier": TierAlone(tier, values),
-            "store": Whole(tier, values, options.loaders),
+            "raw_pipelined": Raw(url, values, options.batch),
+            "tier": TierAlone(tier, values, options.batch),
+            "store": Whole(tier, values, options.loaders, options.batch),
         }
         for contender in contenders.values():
             contender.store()
@@ -306,7 +312,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for contender in contenders.values():
             contender.check()
         contenders["store"].store_.close()
-        disk = Whole(DiskTier(Path(folder) / "blocks", 8 << 30), values, options.loaders)
+        disk = Whole(DiskTier(Path(folder) / "blocks", 8 << 30), values, options.loaders, options.batch)
         disk.store()
         disk.check()
         result["disk"] = {action: median_of(disk, options.rounds, action) for action in ("store", "load")}
@@ -342,10 +348,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--blocks", type=int, default=64, help="of 2 MiB")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batch", type=int, default=8, help="blocks in one pipeline")
     parser.add_argument("--loaders", type=int, default=2, help="threads of the store that read")
     parser.add_argument("--url", help="a running Valkey; its keys raw*, kv:1:* are overwritten")
     parser.add_argument("--dir", type=Path, help="where the disk tier's folder is made")
-    parser.add_argument("--block", type=Path, help="a file with 2 MiB of bfloat16 KV for the codecs, instead of noise")
+    parser.add_argument("--block", type=Path, help="a file with bfloat16 KV for the codecs (scripts/kv_block.py)")
     options = parser.parse_args()
     if options.quick:
         options.blocks, options.rounds = 16, 5

@@ -334,6 +334,41 @@ def test_a_final_turn_leaves_nothing(engines):
     assert engine.whole_turn("a", 30) == 0
 
 
+def test_a_block_whose_hash_comes_after_its_last_step_is_saved_before_anything_is_written(engines):
+    """As with async scheduling: the step that fills a block is planned before its last token is known."""
+    engine = engines(9)
+    loads, copies = engine.tiers.loads, engine.copies[0]
+    turn = engine.begin("a", 8)
+    turn.block_ids, turn.num_computed_tokens = [3, 4, 5], 8
+    copies.blocks = {block: content(turn.hashes[n], 0) for n, block in enumerate(turn.block_ids)}
+    assert len(loads.plan({turn.request_id: 4}, lambda _: turn.block_ids).saves) == 2
+    turn.num_computed_tokens = turn.num_tokens = 12
+    assert not loads.unsent
+    loads.ended(turn, turn.block_ids, final=False)
+    assert loads.unsent
+    moves = engine.tiers.plan({}, lambda _: [])
+    assert [block for _, block in moves.late] == [5]
+    engine.workers[0].before(moves, engine.tiers.places(moves)[(0, 0)])
+    copies.blocks[5] = b"written by the next step".ljust(PART)
+    engine.workers[0].save(moves)
+    engine.tiers.heard(engine.workers[0].report())
+    slot = moves.late[0][0]
+    pool = engine.tiers.store.host
+    assert bytes(pool.slots[slot].block) == content(turn.hashes[2], 0)
+    assert pool.slots[slot].ready
+    assert not loads.unsent
+
+
+def test_a_reset_forgets_what_was_about_to_be_saved(engines):
+    engine = engines(9)
+    turn = engine.begin("a", 12)
+    turn.block_ids, turn.num_computed_tokens = [3, 4, 5], 12
+    engine.tiers.loads.ended(turn, turn.block_ids, final=False)
+    engine.tiers.reset()
+    assert not engine.tiers.loads.unsent
+    assert engine.tiers.store.figures().host.filling == 0
+
+
 def test_what_is_not_to_be_kept_is_not_saved(engines):
     engine = engines(9)
     turn = engine.begin("a", 30, ttl_s=0)

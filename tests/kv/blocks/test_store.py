@@ -60,6 +60,26 @@ def test_a_block_of_another_size_is_a_fault_of_the_caller(make):
         store.get_into(KEYS[0], memoryview(bytearray(10)))
 
 
+def test_a_key_that_no_record_can_have_is_a_fault_of_the_caller(make):
+    store = make()
+    for wrong in (b"", b"d" * 16, b"d" * 65):
+        with pytest.raises(ValueError, match="a key of"):
+            store.put(wrong, memoryview(BLOCKS[0]))
+    assert store.host.figures().used == 0
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["one thread", "two threads"])
+def test_checksums_are_made_where_they_are_cheap(make, monkeypatch, inline):
+    """By the thread that writes, or by one of its own: the same records, in each of two tiers."""
+    tiers = [MemoryTier("first"), MemoryTier("second")]
+    store = make(tiers)
+    monkeypatch.setattr(store, "_inline", inline)
+    fill(store, 5)
+    assert tiers[0].records == tiers[1].records
+    store.host.clear()
+    assert loaded(store, KEYS[:6]) == BLOCKS[:5]
+
+
 @pytest.mark.parametrize("codec", [None, Lossless(2), Lossless(2, "zstd")], ids=["raw", "deflate", "zstd"])
 def test_blocks_go_down_and_come_back_bit_for_bit(make, codec):
     tier = MemoryTier()

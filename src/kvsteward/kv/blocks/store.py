@@ -20,8 +20,19 @@ from dataclasses import dataclass, field
 
 from kvsteward.errors import ConfigError, InvariantError
 from kvsteward.kv.blocks.codecs import Codec, Raw
+from kvsteward.kv.blocks.fingerprint import DIGEST_BYTES, MAX_KEY_BYTES
 from kvsteward.kv.blocks.host import HostFigures, HostPool, Slot
-from kvsteward.kv.blocks.record import DAMAGED, HEADER_BYTES, Miss, Reason, crc, decode, encode_header, payload_crc
+from kvsteward.kv.blocks.record import (
+    DAMAGED,
+    HEADER_BYTES,
+    Miss,
+    Reason,
+    crc,
+    decode,
+    encode_header,
+    payload_crc,
+    plain_crc,
+)
 from kvsteward.kv.blocks.tier import Tier, TierFigures, Write
 
 log = logging.getLogger("kvsteward.blocks")
@@ -163,9 +174,9 @@ class BlockStore:
     fingerprint (`Fingerprint.codec`), so that nobody takes its blocks for exact ones.
 
     `queue_blocks` bounds the blocks that wait to be written to each tier, which are pinned meanwhile (default: a
-    quarter of the pool, 1,024 at most); `load_blocks` those that are being looked for; `batch_blocks` those of one read
-    or write. `loaders` threads read, `sealers` make checksums and encode, one per tier writes. `check_host`:
-    `get_into` checks the checksum again, and `put` makes it.
+    quarter of the pool, 1,024 at most); `load_blocks` those that are being looked for; `batch_blocks` those of one
+    read or write. `loaders` threads read, one per tier writes, `sealers` encode and make checksums that no hardware
+    makes. `check_host`: `get_into` checks the checksum again, and `put` makes it.
     """
 
     def __init__(
@@ -202,6 +213,7 @@ class BlockStore:
         self.host = host
         self.tiers = tuple(tiers)
         self._codec: Codec = codec or Raw()
+        self._inline = self._codec.number == Raw.number and crc() is not plain_crc
         self._codecs: dict[int, Codec] = {c.number: c for c in (Raw(), *reads, self._codec)}
         self._queue_blocks, self._load_blocks, self._batch_blocks = queue_blocks, load_blocks, batch_blocks
         self._max_tickets, self._check_host = max_tickets, check_host
@@ -383,7 +395,10 @@ class BlockStore:
         return True
 
     def open_put(self, key: bytes, session: str | None = None, ttl_s: float | None = None) -> Filling | None:
-        """A slot to fill for this key; None where the key is there already (see `lookup`) or there is no room."""
+        """A slot to fill for this key; None where the key is there already (see `lookup`) or there is no room. Raises
+        ValueError on a key that no record can have."""
+        if not DIGEST_BYTES < len(key) <= MAX_KEY_BYTES:
+            raise ValueError(f"a key of {len(key)} bytes")
         with self._lock:
             slot = None if self._closed else self.host.reserve(key)
             if slot is not None:
@@ -409,8 +424,7 @@ class BlockStore:
             if room:
                 for number in room:
                     self._pending[number] += 1
-                self._seals.append(_Outgoing(slot, slot.key, session, expires_s, room, len(room)))
-                self._to_seal.notify()
+                self._send(_Outgoing(slot, slot.key, session, expires_s, room, len(room)))
                 return len(room) == len(self.tiers)
         self.host.unpin([slot])
         return not self.tiers
@@ -442,6 +456,16 @@ class BlockStore:
         return dropped
 
     # writing behind
+
+    def _send(self, item: _Outgoing) -> None:
+        """A checksum in hardware is made by the thread that writes, a slower one or a codec's work by another."""
+        if self._inline:
+            for number in item.tiers:
+                self._writes[number].append(item)
+                self._to_write[number].notify()
+        else:
+            self._seals.append(item)
+            self._to_seal.notify()
 
     def _seal_all(self) -> None:
         """Checksums and codecs in a thread of their own: the next block's, while the one before is on its way."""
@@ -508,7 +532,8 @@ class BlockStore:
                 session = item.session
                 tier.forget_session(session, lambda keys, name=session: self.host.used_elsewhere(keys, name))  # type: ignore[misc]
             elif not item.slot.doomed:  # its session ended meanwhile
-                writes.append(Write(item.key, item.parts, item.session, item.expires_s))
+                parts = item.parts or self._parts(item)
+                writes.append(Write(item.key, parts, item.session, item.expires_s))
         if writes:
             tier.write(writes)
 

@@ -207,6 +207,11 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             did = connector_output.kv_connector_worker_meta
             below.heard(did.report if did is not None else Report())
 
+    def has_pending_push_work(self) -> bool:
+        """Blocks of turns that ended are still to be saved: the engine takes a step for it before it rests."""
+        below = self._tiers
+        return below is not None and not below.given_up and below.loads.unsent
+
     def get_kv_connector_stats(self) -> stats.SessionStats | None:
         """After each step, in both processes: the workers have nothing to say, the scheduler speaks once a second."""
         with self._guard() as steward:
@@ -244,7 +249,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             self._worker.before(kv_connector_metadata.moves, places[compat.rank()] if places else None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self._worker is not None:
+        if self._worker is not None and self._connector_metadata is not None:
             self._worker.load(self._connector_metadata.moves)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

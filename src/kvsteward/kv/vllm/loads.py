@@ -230,6 +230,11 @@ class Loads:
         self._holding, self._fills = [], []
         return moves
 
+    @property
+    def unsent(self) -> bool:
+        """There is something to do for which no request runs: a step is needed soon."""
+        return bool(self._next)
+
     def stepped(self) -> None:
         """A step with tokens is over: how long its tokens took."""
         if self._timed:
@@ -279,6 +284,11 @@ class Loads:
     def reset(self, digest: bytes) -> None:
         """Nothing that was stored so far is valid any more; from now on keys have this digest."""
         self._digest = digest
+        for _, filling in self._fills:
+            filling.abandon()
+        self._fills.clear()
+        self._next.saves.clear()
+        self._next.late.clear()
         self._known.clear()
         for turn in self._turns.values():
             self._let_go(turn)
