@@ -12,6 +12,7 @@ Knows torch's tensors and nothing else of vLLM. Invariant: a save followed by a 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -53,12 +54,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """`rows` of a tensor make one block; `view` has whole numbers of the element's size, which copy any dtype."""
+    """`rows` of a tensor make one block; `view` has whole numbers of the element's size, which copy any dtype. Where a
+    block's bytes lie side by side, block n is at `address` + n x `step_bytes`; else `step_bytes` is 0."""
 
     view: Any
     rows: int
     start: int
     end: int
+    address: int
+    step_bytes: int
 
 
 class Copies:
@@ -71,6 +75,8 @@ class Copies:
         self._torch = torch
         self._layers: list[_Layer] = []
         self._slots: Any = None
+        self._address = self._slot_bytes = 0
+        self._count = blocks
         self._segment: Segment | None = None
         seen, described, end = set(), [], 0
         for name, cache in caches.items():
@@ -84,7 +90,9 @@ class Copies:
             if whole is None:
                 raise ConfigError(f"the KV of {name} has values of {cache.element_size()} bytes")
             start, end = end, end + cache.numel() // blocks * cache.element_size()
-            self._layers.append(_Layer(cache.view(whole), cache.shape[0] // blocks, start, end))
+            rows = cache.shape[0] // blocks
+            step = cache.stride(0) * rows * cache.element_size() if _dense(cache, rows) else 0
+            self._layers.append(_Layer(cache.view(whole), rows, start, end, cache.data_ptr(), step))
             described.append([name, list(cache.shape[1:]), cache.shape[0] // blocks, str(cache.dtype)])
         if not self._layers:
             raise ConfigError("this worker has no KV tensors")
@@ -114,6 +122,7 @@ class Copies:
             status = self._torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0)
             if int(status):
                 raise ConfigError(f"the host pool cannot be pinned: CUDA error {int(status)}")
+        self._address, self._slot_bytes = flat.data_ptr() + place.offset_bytes, place.slot_bytes
         self._slots = flat.as_strided(
             (place.slots, self.shape.part_bytes), (place.slot_bytes, 1), storage_offset=place.offset_bytes
         )
@@ -121,9 +130,12 @@ class Copies:
 
     def load(self, pairs: Pairs) -> None:
         """Slots to blocks."""
+        if not self._staged:
+            self._move(pairs, into_blocks=True)
+            return
         for batch in self._batches(pairs):
-            slots, blocks = self._indices(batch)
-            parts = self._up(batch) if self._staged else self._slots.index_select(0, slots)
+            blocks = self._blocks(batch)
+            parts = self._up(batch)
             for layer in self._layers:
                 values = parts[:, layer.start : layer.end].contiguous().view(layer.view.dtype)
                 shape = (len(batch) * layer.rows, *layer.view.shape[1:])
@@ -132,13 +144,31 @@ class Copies:
 
     def save(self, pairs: Pairs) -> None:
         """Blocks to slots."""
+        if not self._staged:
+            self._move(pairs, into_blocks=False)
+            return
         for batch in self._batches(pairs):
-            slots, blocks = self._indices(batch)
-            if self._staged:
-                self._down(batch, [self._gather(layer, blocks, batch) for layer in self._layers])
-                continue
+            blocks = self._blocks(batch)
+            self._down(batch, [self._gather(layer, blocks, batch) for layer in self._layers])
+
+    def _move(self, pairs: Pairs, *, into_blocks: bool) -> None:
+        """In the CPU's memory, piece by piece: torch's indexed copies took 30 times as long here."""
+        for slot, block in pairs:
+            if not (0 <= slot < len(self._slots) and 0 <= block < self._count):
+                raise IndexError(f"slot {slot} or block {block} is out of range")
+            address = self._address + slot * self._slot_bytes
             for layer in self._layers:
-                self._slots[:, layer.start : layer.end].index_copy_(0, slots, self._gather(layer, blocks, batch))
+                if layer.step_bytes:
+                    here, there = layer.address + block * layer.step_bytes, address + layer.start
+                    to, source = (here, there) if into_blocks else (there, here)
+                    ctypes.memmove(to, source, layer.end - layer.start)
+                    continue
+                part = layer.view[block * layer.rows : (block + 1) * layer.rows]
+                stored = self._slots[slot, layer.start : layer.end].view(layer.view.dtype).view(part.shape)
+                if into_blocks:
+                    part.copy_(stored)
+                else:
+                    stored.copy_(part)
 
     def _up(self, batch: Pairs) -> Any:
         """The slots' parts on the device, copied straight from pinned memory."""
@@ -164,12 +194,20 @@ class Copies:
     def _batches(self, pairs: Pairs) -> list[Pairs]:
         return [pairs[i : i + self._batch] for i in range(0, len(pairs), self._batch)]
 
-    def _indices(self, batch: Pairs) -> tuple[Any, Any]:
-        slots = self._torch.tensor([slot for slot, _ in batch], dtype=self._torch.int64)
-        blocks = self._torch.tensor([block for _, block in batch], dtype=self._torch.int64)
-        return slots, blocks.to(self._device)
+    def _blocks(self, batch: Pairs) -> Any:
+        return self._torch.tensor([block for _, block in batch], dtype=self._torch.int64).to(self._device)
 
     def _rows(self, blocks: Any, rows: int) -> Any:
         if rows == 1:
             return blocks
         return (blocks[:, None] * rows + self._torch.arange(rows, device=blocks.device)).flatten()
+
+
+def _dense(cache: Any, rows: int) -> bool:
+    """A block's bytes lie side by side, in the order of its values."""
+    expected = 1
+    for size, stride in zip(reversed(cache.shape[1:]), reversed(cache.stride()[1:]), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return rows == 1 or cache.stride(0) == expected
