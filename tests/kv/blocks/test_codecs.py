@@ -35,7 +35,10 @@ def as_numbers(block: bytes, dtype: str):
     return np.frombuffer(block, "<f2" if dtype == "float16" else "<f4").astype("f8")
 
 
-@pytest.mark.parametrize("codec", [Raw(), Lossless(1), Lossless(2), Lossless(4), Lossless(2, "zstd")], ids=str)
+LOSSLESS = [Raw(), Lossless(1), Lossless(2), Lossless(4), Lossless(2, "zstd")]
+
+
+@pytest.mark.parametrize("codec", LOSSLESS, ids=["raw", "width-1", "width-2", "width-4", "zstd"])
 @given(block=st.binary(max_size=4000) | st.binary(max_size=4).map(lambda part: part * 500))
 def test_lossless_codecs_give_the_same_bytes(codec, block):
     assert stored(codec, block) == block
