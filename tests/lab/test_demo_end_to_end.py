@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-TURNS, BUDGET_TOKENS = 25, 2_048
+TURNS, BUDGET_TOKENS = 14, 2_048
 
 
 @pytest.mark.embedded
