@@ -33,9 +33,7 @@ check: setup  ## format, lint, types, room contract
 
 test: setup check  ## all checks and all tests that need no second environment
 	bash scripts/setup-browser.sh
-	$(BIN)/pytest -n auto --dist loadfile -m "not vllm and not embedded"
-	# Real engines take all cores: one test at a time.
-	$(BIN)/pytest -m "embedded and not vllm"
+	$(BIN)/pytest -n auto --dist loadfile -m "not vllm"
 
 .venv-vllm/.done:
 	$(PYTHON) -m venv .venv-vllm
