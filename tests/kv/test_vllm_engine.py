@@ -138,6 +138,7 @@ def test_a_prompt_as_large_as_the_pool_allows_is_served_though_all_is_kept(engin
 
 def test_the_endpoint_names_what_sessions_hold(engine):
     engine.turn("held", 300)
+    engine.held()  # figures are sent once a second, or after a word
     listed = fetch(f"{engine.url}/kvsteward/sessions")
     (held,) = [one for one in listed["data"] if one["session"] == "held"]
     assert held["blocks"] > 15
