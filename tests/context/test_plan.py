@@ -307,7 +307,7 @@ def test_random_sessions_keep_their_plan(session, turns, budget):
 
 
 @pytest.mark.shared_data
-@pytest.mark.skipif(not DATA.is_dir(), reason="the recorded conversations are not there")
+@pytest.mark.skipif(not DATA.is_dir(), reason="no ../shared/data beside the checkout: recorded data stays outside")
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.jsonl")), ids=lambda p: p.stem)
 def test_recorded_conversations_keep_their_plan(session, path):
     rows = sorted(map(json.loads, path.read_text().splitlines()), key=lambda row: len(str(row["messages"])))

@@ -30,6 +30,18 @@ def is_question(body):
     return str(body["messages"][-1]["content"]).startswith("Summarise our conversation")
 
 
+def for_questions(gateway, fault):
+    """The engine has this fault whenever it is asked for a summary."""
+    original = gateway.engine.open
+
+    def faulty(request):
+        if is_question(json.loads(request.body)):
+            gateway.engine.inject(fault)
+        return original(request)
+
+    gateway.engine.open = faulty
+
+
 class Clerk:
     """Files notes, and answers the question for a summary with `summary`; it says when it was asked."""
 
@@ -152,14 +164,7 @@ async def test_no_turn_waits_for_a_summary(start):
     """The engine hangs over the summary: the turns go on, and the compaction takes the extractive one."""
     clerk = Clerk(GOOD)
     gateway = await start(answers=clerk, settings=Settings(summary_timeout_s=30), **SMALL)
-    original = gateway.engine.open
-
-    def hang(request):
-        if is_question(json.loads(request.body)):
-            gateway.engine.inject(Fault(hang_after_chunks=0))
-        return original(request)
-
-    gateway.engine.open = hang
+    for_questions(gateway, Fault(hang_after_chunks=0))
     async with asyncio.timeout(20):
         await talk(gateway, settle=False)
     view = await gateway.get("/v1/sessions/s/view")
@@ -171,14 +176,7 @@ async def test_no_turn_waits_for_a_summary(start):
 async def hanging(start, **settings):
     """A gateway whose engine is at work on a summary that never ends."""
     gateway = await start(answers=Clerk(GOOD), settings=Settings(**settings), **SMALL)
-    original = gateway.engine.open
-
-    def hang(request):
-        if is_question(json.loads(request.body)):
-            gateway.engine.inject(Fault(hang_after_chunks=0))
-        return original(request)
-
-    gateway.engine.open = hang
+    for_questions(gateway, Fault(hang_after_chunks=0))
     await talk(gateway, settle=False, until=lambda: gateway.steward.scribe.running == 1)
     await gateway.until(lambda: len(gateway.engine._living) == 1)
     return gateway
@@ -233,14 +231,7 @@ async def test_it_has_the_lowest_rank(start):
 async def test_an_engine_with_slots_gets_the_sessions_slot_back_first(start):
     gateway = await start(answers=Clerk(GOOD), imitates="llama-server", max_running=1, **SMALL)
     as_dialect(gateway, "llama-server")
-    original = gateway.engine.open
-
-    def slow(request):
-        if is_question(json.loads(request.body)):
-            gateway.engine.inject(Fault(chunk_delay_s=5.0))
-        return original(request)
-
-    gateway.engine.open = slow
+    for_questions(gateway, Fault(chunk_delay_s=5.0))
     async with asyncio.timeout(20):
         await talk(gateway, settle=False)
     assert count(gateway, "given_up") >= 1

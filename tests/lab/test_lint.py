@@ -255,7 +255,7 @@ def test_a_line_that_is_no_request_is_named(line):
 
 
 @pytest.mark.shared_data
-@pytest.mark.skipif(not DATA.is_dir(), reason="the recorded conversations are not there")
+@pytest.mark.skipif(not DATA.is_dir(), reason="no ../shared/data beside the checkout: recorded data stays outside")
 def test_recorded_conversations_only_grow():
     for path in (DATA / "sweagent.jsonl", DATA / "toolbench.jsonl"):
         found = lint(read_requests(path.read_bytes(), path.name))

@@ -481,7 +481,7 @@ class BlockStore:
                     item.parts = self._parts(item)
             except ValueError as error:
                 log.warning("kvsteward: a block cannot be stored as %s: %s", self._codec.name, error)
-            except Exception:
+            except Exception:  # whatever it is, the thread lives on; the block is not written below
                 log.exception("kvsteward: a block could not be made ready for the tiers")
             with self._lock:
                 for number in item.tiers:
@@ -519,7 +519,7 @@ class BlockStore:
                     taken.append(queue.popleft())
             try:
                 self._write(tier, taken)
-            except Exception:
+            except Exception:  # whatever it is, the thread lives on; what was taken counts as sent
                 log.exception("kvsteward: writing to tier %s failed", tier.name)
             finally:
                 with self._lock:
@@ -575,7 +575,7 @@ class BlockStore:
                 continue
             try:
                 self._read(fetch) if fetch.asked else self._ask(fetch)
-            except Exception:
+            except Exception:  # whatever it is, the thread lives on; whoever waits gets misses
                 log.exception("kvsteward: reading blocks failed")
                 self._land({}, dict.fromkeys(fetch.keys, Reason.ERROR))
 

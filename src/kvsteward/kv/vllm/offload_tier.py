@@ -261,7 +261,7 @@ class KVStewardValkeyTier(compat_offload.SecondaryTierManager):  # type: ignore[
                     act = self._load if job.loads else self._store
                     kept = act(job, job.names[part], job.chunks[part])
                     good += [key for key, ok in zip(job.keys[part], kept, strict=True) if ok]
-            except Exception:
+            except Exception:  # whatever it is, the job ends: vLLM waits for its result
                 log.exception("kvsteward: a job of tier %s failed", self.tier_type)
             self._finish(job, good, time.monotonic() - start)
 
