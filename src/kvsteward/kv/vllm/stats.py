@@ -72,8 +72,8 @@ class SessionMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]
         )
         self._waits = gauge(
             "kvsteward_longest_wait_seconds",
-            "The longest since the start: of a step for the connector in the scheduler (step) and for the workers' copies"
-            " (copy), of a request for blocks from disk or Valkey (request)",
+            "The longest since the start: of a step for the connector in the scheduler (step) and for copies in"
+            " the workers (copy), of a request for blocks from disk or Valkey (request)",
             "kind",
         )
         self._named: dict[int, set[str]] = {}
