@@ -82,6 +82,8 @@ class Ticket:
         """Of the first keys, those that are held."""
         self._result: int | None = None
         self._released = False
+        self.late = False
+        """It was settled by its deadline."""
 
     def poll(self) -> int | None:
         """None while blocks may still come; then how many of the first keys are in host memory, pinned until `release`.
@@ -330,6 +332,7 @@ class BlockStore:
         with self._lock:
             if ticket._result is None and self._clock() >= ticket._deadline_s:
                 self._counts.misses[Reason.LATE] += 1
+                ticket.late = True
                 self._settle(ticket)
             return ticket._result
 
