@@ -1,6 +1,7 @@
 """What takes minutes on real vLLMs (marked `soak`; needs `make setup-vllm`): 500 sessions, and two ranks on one engine.
 
-The model has one layer, two KV heads and random weights: SmolLM2's three heads cannot be halved. Of two ranks a block is
+The model has one layer, two KV heads and random weights: SmolLM2's three heads cannot be halved. The layer is wide, so
+that loading is worth it. Of two ranks a block is
 one record of both parts. Each rank is bound to a core of its own, so this needs two.
 """
 
@@ -29,7 +30,7 @@ source, out = map(Path, sys.argv[1:])
 torch.manual_seed(7)
 vocabulary = json.loads((source / "config.json").read_text())["vocab_size"]
 heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
-sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "max_position_embeddings": 8192}
+sizes = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 1, "max_position_embeddings": 8192}
 config = LlamaConfig(vocab_size=vocabulary, initializer_range=0.2, tie_word_embeddings=True, **heads, **sizes)
 LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(out)
 for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -95,14 +96,13 @@ def test_both_ranks_parts_come_back_bit_for_bit(ranks):
     assert from_host == from_valkey == in_pool
     tiers = two.figures()["tiers"]
     assert tiers["moves"]["loads"] >= 2
-    assert tiers["moves"]["loaded_tokens"] >= 2 * in_pool.cached_tokens
+    assert tiers["moves"]["loaded_tokens"] > in_pool.cached_tokens, "more than one of the two loads has"
     assert tiers["store"]["staged"]["valkey"] > 0
     assert (tiers["moves"]["lost"], tiers["turns"]) == (0, 0)
 
 
 def test_a_record_without_the_second_rank_s_part_is_a_miss_for_both(ranks):
     two = ranks.two
-    two.turn("e", WORDS)
     was = two.turn("e", WORDS)
     push_out(two, "f")
     ranks.valkey.settle()
@@ -110,11 +110,11 @@ def test_a_record_without_the_second_rank_s_part_is_a_miss_for_both(ranks):
     with ranks.valkey.client() as client:
         for name in client.scan_iter("kv:1:*:0:*"):
             record = client.get(name)
-            assert len(record) == SLOT_BYTES
-            client.set(name, record[: SLOT_BYTES - BLOCK_BYTES // 2])
+            assert len(record) > BLOCK_BYTES
+            client.set(name, record[: len(record) - BLOCK_BYTES // 2])
     again = two.turn("e", WORDS)
     assert again.cached_tokens == 0
-    assert (again.text, again.logprobs) == (was.text, was.logprobs)
+    assert again == was
     after = two.figures()["tiers"]
     assert after["moves"]["loaded_tokens"] == before["moves"]["loaded_tokens"]
     (valkey,) = after["store"]["tiers"]
