@@ -281,11 +281,13 @@ class Desk:
         decisions = _decisions(resolved, prepared, tools, now) if entries or prepared else []
         session = replace(resolved.session, head=resolved.head, last_used_s=now, log_tokens=log_tokens)
         if prepared:
+            saved_tokens = max(0, log_tokens - prepared.view.message_tokens)
             session = replace(
                 session,
                 state=self._started(session),
                 view_tokens=prepared.tokens,
-                saved_tokens=max(0, log_tokens - prepared.view.message_tokens),
+                log_tokens=max(log_tokens, prepared.tokens + saved_tokens),
+                saved_tokens=saved_tokens,
             )
             self.remember(session.id, resolved.head, Shown(prepared.view, log_tokens))
         await self.call(self._append, session, entries, decisions, resolved.session.state == "new")
@@ -372,15 +374,17 @@ class Desk:
             self._count_out(session_id)
             return
         moved = session.head == entry.parent
+        if moved:
+            view_tokens, saved_tokens = view.estimate_tokens(0), max(0, log_tokens - view.message_tokens)
+            # The log is summed up from estimates, the view is counted by the engine: it is never more than its log.
+            log_tokens = max(log_tokens, view_tokens + saved_tokens)
+            session = replace(session, log_tokens=log_tokens, view_tokens=view_tokens, saved_tokens=saved_tokens)
         session = replace(
             session,
             head=entry.hash if moved else session.head,
             state=self._ended(session),
             last_used_s=entry.created_s,
             turns=session.turns + 1,
-            log_tokens=log_tokens if moved else session.log_tokens,
-            view_tokens=view.estimate_tokens(0) if moved else session.view_tokens,
-            saved_tokens=max(0, log_tokens - view.message_tokens) if moved else session.saved_tokens,
             compactions=session.compactions + (again_tokens is not None),
             again_tokens=session.again_tokens + (again_tokens or 0),
         )
