@@ -353,7 +353,8 @@ async def _recall(steward: Steward, request: Request, tenant: Tenant) -> Respons
     limit = max(64, min(int(number_of(request, "limit", 1024)), 65_536))
     shown = await steward.desk.shown(session.id, session.head)
     answer = await look_up(steward, session.id, session.head, shown.view, ask, limit)
-    return json({"session": public_id(session), "text": answer.text, "tokens": answer.tokens, "hashes": answer.hashes})
+    body = {"session": public_id(session), "text": answer.text, "tokens": answer.tokens, "hashes": answer.hashes}
+    return json({**body, "search": answer.search} if answer.search else body)
 
 
 # -- the simple chat ----------------------------------------------------------------------------------------------
