@@ -8,7 +8,7 @@ connector's clock shows the recorded times (a turn ends when the next one begins
 long as they were and nobody waits for them; `--clock wall` leaves it alone: then a pause is as long as the other
 sessions' work in it. All lengths are divided by one number so that the longest prompt fits `--context`; what two
 requests share is scaled alike. `circle`: `--sessions` take turns, each with its whole history and 60 tokens more, by
-the clock of the wall. Prompts are token ids, answers one token.
+the clock of the wall, and answers of one token. Prompts are token ids.
 `--pools`: sizes as shares of what live sessions hold at their peak, so 0.5 is a working set of 2 x the pool.
 
 `ours` is told nothing but the session's id, `stops` also why each turn stopped (as a gateway tells it), `finals` also
@@ -68,7 +68,8 @@ def scaled(requests: Sequence[Request], ratio: float) -> list[Turn]:
         head = made.get((r.session, r.parent), ())[: int(r.shared * WEKA_BLOCK * ratio)]
         fresh = max(1, int(r.blocks * WEKA_BLOCK * ratio) - len(head))
         ends = min(r.ends, after.t - TICK_S) if after else r.ends
-        found.append(_turn(r._replace(ends=max(r.t, ends)), head, fresh))
+        output = max(1, int(r.output * ratio))
+        found.append(_turn(r._replace(ends=max(r.t, ends), output=output), head, fresh))
         made[r.session, r.number] = found[-1].prompt
     return found
 
@@ -78,7 +79,7 @@ def circle(sessions: int, rounds: int, tokens: int) -> list[Turn]:
     found: list[Turn] = []
     for at in range(sessions * rounds):
         name, number = f"s{at % sessions}", at // sessions
-        request = Request(at, name, number, number - 1, 0, 0, at + 0.5, "end_turn", number == rounds - 1)
+        request = Request(at, name, number, number - 1, 0, 0, at + 0.5, "end_turn", number == rounds - 1, 1)
         head = found[at - sessions].prompt if number else ()
         found.append(_turn(request, head, GROWTH_TOKENS if number else tokens))
     return found
@@ -169,7 +170,7 @@ def _played(engine: Any, played: Sequence[Turn], kind: str, clock: SimpleNamespa
         for number, turn in enumerate(played):
             clock.now, clock.ends = turn.request.t, turn.request.ends
             extra = {"kv_transfer_params": {"kvsteward": told}} if (told := _told(kind, turn.request)) else None
-            params = SamplingParams(max_tokens=1, temperature=0.0, extra_args=extra)
+            params = SamplingParams(max_tokens=turn.request.output, ignore_eos=True, temperature=0.0, extra_args=extra)
             prompt: Any = {"prompt_token_ids": list(turn.prompt)}
             engine.add_request(str(number), prompt, params, session_id=turn.request.session)
             while engine.has_unfinished_requests():
