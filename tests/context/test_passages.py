@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsteward.context.passages import MAX_PASSAGES, PASSAGE_TOKENS, passages
+from kvsteward.context.passages import MAX_PASSAGES, MIN_TOKENS, PASSAGE_TOKENS, passages
 from kvsteward.context.tokens import Estimator
 
 TEXTS = st.lists(
@@ -23,13 +23,16 @@ def test_passages_fit_and_lose_nothing(text):
     found = passages(text)
     assert all(part.strip() and Estimator().text(part) <= PASSAGE_TOKENS for part in found)
     assert len(found) <= MAX_PASSAGES
-    if len(found) < MAX_PASSAGES:
+    if Estimator().text(text.strip()) < MIN_TOKENS:
+        assert found == [] or len(text) >= 1000
+    elif len(found) < MAX_PASSAGES:
         assert letters("".join(found)) == letters(text)
 
 
 def test_a_short_text_is_one_passage():
     assert passages("one line\n\n  two lines  ") == ["one line\ntwo lines"]
     assert passages(" \n\t") == []
+    assert passages("ok") == passages("Done.") == []
 
 
 def test_a_line_is_cut_after_a_sentence():

@@ -112,6 +112,16 @@ def refuses(word: str, code: int = 400) -> Any:
     return fault
 
 
+def slow_for_many(most: int) -> Any:
+    """A request with more texts takes a second."""
+
+    async def fault(_: Endpoint, body: dict[str, Any]) -> None:
+        if len(body["input"]) > most:
+            await asyncio.sleep(1.0)
+
+    return fault
+
+
 def uneven(_: Endpoint, body: dict[str, Any]) -> Any:
     async def answer() -> web.Response:
         rows = [{"index": n, "embedding": [1.0] * (n + 1)} for n in range(len(body["input"]))]

@@ -12,6 +12,8 @@ from kvsteward.context.tokens import Estimator
 
 PASSAGE_TOKENS = 240
 """Fits the 256 tokens that the smallest models in use read."""
+MIN_TOKENS = 4
+"""A shorter text ("ok", "done") has no meaning of its own, and a model puts it near to everything. Words find it."""
 MAX_PASSAGES = 64
 _TAIL = MAX_PASSAGES // 4
 _MAX_CHARS = 1_000
@@ -23,6 +25,8 @@ RECIPE = "p1"
 
 def passages(text: str) -> list[str]:
     """The passages of a text in order, whole lines where they fit. Where there are too many, the first and the last."""
+    if len(text) < _MAX_CHARS and _FIXED.text(text.strip()) < MIN_TOKENS:
+        return []
     if len(text) <= MAX_PASSAGES * _MAX_CHARS:
         found = list(_packed(text))
         return found if len(found) <= MAX_PASSAGES else [*found[: MAX_PASSAGES - _TAIL], *found[-_TAIL:]]

@@ -268,9 +268,15 @@ class Librarian:
         return max(1, -(-len(texts) // BATCH))
 
     async def _each(self, texts: Sequence[str]) -> list[Vector | None]:
-        """A vector for each text; None for one that the endpoint does not want, which a whole batch fails of."""
+        """A vector for each text; None for one that the endpoint does not want, which a whole batch fails of. A batch
+        that takes too long, on a CPU for one, is halved."""
         try:
             return list[Vector | None](await self._tried(texts))
+        except EngineTimeoutError:
+            if len(texts) == 1:
+                raise
+            half = len(texts) // 2
+            return [*await self._each(texts[:half]), *await self._each(texts[half:])]
         except EngineResponseError as error:
             if error.status in _PASSING or (len(texts) == 1 and error.status >= 500):
                 raise
@@ -295,8 +301,7 @@ class Librarian:
             try:
                 return await self._embedder.texts(texts)
             except EngineError as error:
-                passing = not isinstance(error, EngineResponseError) or error.status in {408, 425, 429}
-                if attempt == TRIES - 1 or not (passing or error.status >= 500):
+                if attempt == TRIES - 1 or not _may_pass(error, len(texts)):
                     raise
             await asyncio.sleep(self._embedder.options.back_off_s * 2**attempt)
         raise AssertionError("a try ends in a vector or an error")
@@ -309,6 +314,13 @@ class Librarian:
     def _count(self, outcome: str, number: int = 1) -> None:
         if number:
             self._steward.telemetry.embedded.labels(outcome).inc(number)
+
+
+def _may_pass(error: EngineError, texts: int) -> bool:
+    """Whether the same request may have another answer soon."""
+    if isinstance(error, EngineResponseError):
+        return error.status >= 500 or error.status in {408, 425, 429}
+    return texts == 1 or not isinstance(error, EngineTimeoutError)
 
 
 def miss_of(error: EngineError) -> Miss:
