@@ -37,6 +37,7 @@ from kvsteward.gateway.answer import again_tokens
 from kvsteward.gateway.auth import tenant_of
 from kvsteward.gateway.desk import Desk, Resolved
 from kvsteward.gateway.fleet import Fleet, Station
+from kvsteward.gateway.librarian import Librarian
 from kvsteward.gateway.relay import ClientGone, Exchange
 from kvsteward.gateway.scribe import Scribe
 from kvsteward.gateway.settings import Settings, Tenant, check_selective
@@ -71,6 +72,7 @@ class Steward:
         self.desk = Desk(store, settings, self.wall)
         self.fleet = Fleet(engines, settings.limits, self.now)
         self.scribe = Scribe(self)
+        self.librarian = self._librarian(settings, store)
         self.samples: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
         self.recent_ttft_s: deque[float] = deque(maxlen=200)
         self.prompt_tokens_total = 0
@@ -78,6 +80,10 @@ class Steward:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ended: dict[str, Counter] = {}
         self._notes = 0
+
+    def _librarian(self, settings: Settings, store: SessionStore) -> Librarian | None:
+        """Raises ConfigError where the store keeps no vectors, or what keeps them is not installed."""
+        return Librarian(self, settings.embeddings, store.vectors()) if settings.embeddings else None
 
     @staticmethod
     def now() -> float:
@@ -95,6 +101,8 @@ class Steward:
         recovered = await self.desk.call(self.desk.store.recover, now=self.wall())
         if recovered:
             log.warning("recovered %d answers that a crash had interrupted", recovered)
+        if self.librarian is not None:
+            self.librarian.start()
         self._spawn(self._sweep())
         for station in self.fleet.stations:
             self._spawn(self._watch(station))
@@ -105,6 +113,8 @@ class Steward:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.scribe.close()
+        if self.librarian is not None:
+            await self.librarian.close()
         for station in self.fleet.stations:
             await station.engine.close()
         await self.desk.close()
@@ -282,6 +292,8 @@ class Steward:
         """Frees what a session has in the KV pool, where the engine can."""
         self.desk.forget(session.id)
         self.scribe.forget(session.id)
+        if self.librarian is not None:
+            self.librarian.forget(session.id)
         station = self.fleet.station_of(session.id, session.engine)
         self.fleet.forget(session.id)
         if station is not None:

@@ -292,11 +292,13 @@ class Desk:
             )
             if prepared is None:
                 return session
+            saved_tokens = max(0, log_tokens - prepared.view.message_tokens)
             return replace(
                 session,
                 state=_started(session.state, count),
                 view_tokens=prepared.tokens,
-                saved_tokens=max(0, log_tokens - prepared.view.message_tokens),
+                log_tokens=max(log_tokens, prepared.tokens + saved_tokens),
+                saved_tokens=saved_tokens,
             )
 
         try:
@@ -386,18 +388,21 @@ class Desk:
         self, session_id: str, entry: Entry, turn_id: str, view: View, log_tokens: int, again_tokens: int | None
     ) -> None:
         def changed(session: Session) -> Session:
-            moved = session.head == entry.parent
-            return replace(
+            session = replace(
                 session,
-                head=entry.hash if moved else session.head,
                 state=self._ended(session),
                 last_used_s=entry.created_s,
                 turns=session.turns + 1,
-                log_tokens=log_tokens if moved else session.log_tokens,
-                view_tokens=view.estimate_tokens(0) if moved else session.view_tokens,
-                saved_tokens=max(0, log_tokens - view.message_tokens) if moved else session.saved_tokens,
                 compactions=session.compactions + (again_tokens is not None),
                 again_tokens=session.again_tokens + (again_tokens or 0),
+            )
+            if session.head != entry.parent:
+                return session
+            view_tokens, saved_tokens = view.estimate_tokens(0), max(0, log_tokens - view.message_tokens)
+            # The log is summed up from estimates, the view is counted by the engine: it is never more than its log.
+            known_tokens = max(log_tokens, view_tokens + saved_tokens)
+            return replace(
+                session, head=entry.hash, log_tokens=known_tokens, view_tokens=view_tokens, saved_tokens=saved_tokens
             )
 
         # None: deleted while the engine was speaking. What was deleted stays deleted.

@@ -9,6 +9,7 @@ from kvsteward.sessions.base import Decision, Entry, Fault, Found, Session, Sess
 from kvsteward.sessions.lifecycle import Event, allows, step
 from kvsteward.sessions.memory import MemoryStore
 from kvsteward.sessions.sqlite import SqliteStore
+from kvsteward.sessions.vectors import Near, Space, VectorIndex
 
 __all__ = [
     "Decision",
@@ -17,11 +18,14 @@ __all__ = [
     "Fault",
     "Found",
     "MemoryStore",
+    "Near",
     "Session",
     "SessionStore",
     "Source",
+    "Space",
     "SqliteStore",
     "State",
+    "VectorIndex",
     "allows",
     "open_store",
     "step",

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvsteward.errors import NotFoundError
+from kvsteward.errors import ConfigError, NotFoundError
+from kvsteward.sessions.vectors import VectorIndex
 
 State = Literal["new", "active", "idle", "parked", "expired", "closed"]
 Source = Literal["client", "engine"]
@@ -179,6 +180,17 @@ class SessionStore(ABC):
     def lookup(self, session_id: str, query: str, *, head: str | None = None, limit: int = 20) -> Sequence[Entry]:
         """Entries for a query, best first: those that hold it as it is, newest first; where there are none, those that
         hold its words. `head` keeps to the path that ends there; None: all branches."""
+
+    def on_path(self, session_id: str, head: str, hashes: Sequence[str]) -> frozenset[str]:
+        """Those of the entries that stand on the path to `head`."""
+        return frozenset(hashes) & {entry.hash for entry in self.path(session_id, head)}
+
+    def vectors(self) -> VectorIndex:
+        """Where the vectors of this store's texts are kept. Touches nothing yet; the caller closes it. Raises
+        ConfigError for a store that has no place for them, or without numpy."""
+        raise ConfigError(
+            "this session store keeps no vectors", hint="Leave --embeddings out, or use a SQLite file as --store."
+        )
 
     @abstractmethod
     def branch(self, session: Session, source_id: str, head: str) -> None:

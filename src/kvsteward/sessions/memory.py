@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from kvsteward.errors import CorruptLogError, NotFoundError, StateError
 from kvsteward.sessions import chain
@@ -18,8 +19,12 @@ from kvsteward.sessions.integrity import Stored, faults
 from kvsteward.sessions.lifecycle import allows, step
 from kvsteward.sessions.needles import hash_prefix, needles
 from kvsteward.sessions.ranking import Ranking
+from kvsteward.sessions.vectors import VectorIndex, without_numpy
 from kvsteward.sessions.words import searched_text, words
 from kvsteward.wire.fingerprint import body_hash
+
+if TYPE_CHECKING:
+    from kvsteward.sessions.vectors_memory import MemoryVectors
 
 
 @dataclass(slots=True)
@@ -57,6 +62,7 @@ class MemoryStore(SessionStore):
         self._holders: dict[str, set[str]] = {}  # entry hash -> session ids
         self._answers: dict[tuple[str, str], set[tuple[str, str]]] = {}  # (tenant, response id) -> (session id, hash)
         self._drafts: dict[tuple[str, str], _Draft] = {}  # (session id, turn id), oldest turn first
+        self._vectors: MemoryVectors | None = None
 
     def create(self, session: Session) -> None:
         with self._lock:
@@ -152,6 +158,14 @@ class MemoryStore(SessionStore):
                 found = [entries[place] for place in ranking.best(words(query)) if entries[place].hash in on_path]
         return found[: max(limit, 0)]
 
+    def vectors(self) -> VectorIndex:
+        try:
+            from kvsteward.sessions.vectors_memory import MemoryVectors
+        except ModuleNotFoundError as error:
+            raise without_numpy(error) from error
+        self._vectors = self._vectors or MemoryVectors(self._holds)
+        return self._vectors
+
     def branch(self, session: Session, source_id: str, head: str) -> None:
         with self._lock:
             source = self._log(source_id)
@@ -188,6 +202,8 @@ class MemoryStore(SessionStore):
                 self._forget(log.session, entry)
             for key in [key for key in self._drafts if key[0] == session_id]:
                 del self._drafts[key]
+            if self._vectors is not None:
+                self._vectors.delete(session_id)
             return True
 
     def sweep(self, *, now: float, log_retention_s: float) -> Sequence[Session]:
@@ -210,6 +226,10 @@ class MemoryStore(SessionStore):
 
     def close(self) -> None:
         """Nothing to give back."""
+
+    def _holds(self, session_id: str, hash_: str) -> bool:
+        log = self._logs.get(session_id)  # without the lock: `delete` holds it while it asks the vectors
+        return log is not None and hash_ in log.entries
 
     def _log(self, session_id: str) -> _Log:
         try:

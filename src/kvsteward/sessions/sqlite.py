@@ -28,6 +28,7 @@ from kvsteward.sessions.integrity import Stored, faults
 from kvsteward.sessions.lifecycle import allows, step
 from kvsteward.sessions.migrations import migrate
 from kvsteward.sessions.needles import hash_prefix, needles
+from kvsteward.sessions.vectors import VectorIndex, without_numpy
 
 BUSY_TIMEOUT_S = 5.0
 FIND_BATCH = 1000
@@ -181,6 +182,23 @@ class SqliteStore(SessionStore):
                 "ORDER BY words.rank, t.id DESC LIMIT :limit"
             )
             return [_entry(db, session_id, row) for row in db.execute(sql, values)]
+
+    def on_path(self, session_id: str, head: str, hashes: Sequence[str]) -> frozenset[str]:
+        sql = (
+            f"{_WALK} SELECT hash FROM entries WHERE rowid IN (SELECT id FROM walk) "
+            "AND hash IN (SELECT value FROM json_each(:hashes))"
+        )
+        values = {"session": session_id, "head": head, "hashes": json.dumps([*hashes])}
+        with self._read() as db:
+            self._session(db, session_id)
+            return frozenset(hash_ for (hash_,) in db.execute(sql, values))
+
+    def vectors(self) -> VectorIndex:
+        try:
+            from kvsteward.sessions.vectors_sqlite import SqliteVectors
+        except ModuleNotFoundError as error:
+            raise without_numpy(error) from error
+        return SqliteVectors(Path(self._path))
 
     def branch(self, session: Session, source_id: str, head: str) -> None:
         with self._write() as db:
