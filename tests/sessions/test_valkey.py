@@ -24,7 +24,7 @@ from kvsteward.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from kvsteward.sessions import Decision, SqliteStore, open_store
+from kvsteward.sessions import Decision, Space, SqliteStore, open_store
 from kvsteward.sessions.valkey import ValkeyStore
 from kvsteward.sessions.valkey.reader import sized
 from kvsteward.sessions.valkey.rows import Meta
@@ -280,7 +280,9 @@ def test_nothing_is_left_of_what_is_deleted(one, server, make):
     entry = make.entry(image, fingerprint.root("t"), 1, response_id="r")
     one.append(replace(session, head=entry.hash), [entry], [Decision(entry.hash, "distil", b"{}", 1.0)])
     one.draft("s1", "t1", entry.hash, b"{}", now=1.0)
-    assert len(left(server)) > 8
+    with closing(one.vectors()) as vectors:
+        assert vectors.add("s1", Space("m", 2), entry.hash, [[1, 0]])
+    assert len(left(server)) > 10
     one.delete("s1")
     one.sweep(now=1.0, log_retention_s=1e9)
     assert left(server) == []
@@ -435,6 +437,22 @@ def test_a_flipped_byte_is_never_served(one, server, make):
         with pytest.raises(CorruptLogError):
             read()
     assert one.path("s1", entries[0].hash) == entries[:1]
+
+
+def test_vectors_that_were_cut_are_passed_over(one, server, make):
+    space = Space("m", 2)
+    _, (a, b) = fill(one, make, "a", "b")
+    with closing(one.vectors()) as vectors:
+        vectors.add("s1", space, a.hash, [[0, 1], [1, 0]])
+        vectors.add("s1", space, b.hash, [[1, 0.1]])
+        key = "kvs:1:{s1}:vectors"
+        [field] = [name for name in server.client.hkeys(key) if name.endswith(a.hash.encode())]
+        server.client.hset(key, field, server.client.hget(key, field)[:-1])
+        found = vectors.nearest("s1", space, [1, 0], limit=9)
+        assert [(one.hash, round(one.cosine, 1)) for one in found] == [(b.hash, 1.0), (a.hash, 0.0)]
+        server.client.hdel(key, field)
+        assert [one.hash for one in vectors.nearest("s1", space, [1, 0], limit=9)] == [b.hash]
+    assert one.verify() == []
 
 
 @pytest.mark.parametrize("how", ["gone", "its own parent", "no depth"])

@@ -48,6 +48,7 @@ from kvsteward.sessions.valkey.rows import Holder, Keys, Meta
 from kvsteward.sessions.valkey.scripts import Changes
 from kvsteward.sessions.valkey.turns import OpenTurns
 from kvsteward.sessions.valkey.verify import session_faults
+from kvsteward.sessions.vectors import VectorIndex, without_numpy
 from kvsteward.wire.fingerprint import root
 
 T = TypeVar("T")
@@ -223,6 +224,18 @@ class ValkeyStore(SessionStore):
         best = [meta for meta in best if on_path is None or meta.hash in on_path]
         return list(self._reader.entries(keys, session, best[: max(limit, 0)]))
 
+    def on_path(self, session_id: str, head: str, hashes: Sequence[str]) -> frozenset[str]:
+        keys, session = Keys(session_id), self._reader.session(session_id)
+        path = self._reader.walk(keys, session, head, unknown_is_empty=True)
+        return frozenset(hashes) & {meta.hash for meta in path}
+
+    def vectors(self) -> VectorIndex:
+        try:
+            from kvsteward.sessions.valkey.vectors import ValkeyVectors
+        except ModuleNotFoundError as error:
+            raise without_numpy(error) from error
+        return ValkeyVectors(self._link.another())
+
     def branch(self, session: Session, source_id: str, head: str) -> None:
         keys, source_keys = Keys(session.id), Keys(source_id)
         source = self._reader.session(source_id)
@@ -330,9 +343,9 @@ class ValkeyStore(SessionStore):
     def _wipe(self, keys: Keys, session: Session, version: bytes) -> bool:
         """Texts first, in one step, then the rest. False if somebody has written to the session."""
         changes = Changes()
-        for key in (rows.RAW, rows.BLOBS, rows.DECISIONS, rows.DRAFTS):
+        for key in (rows.RAW, rows.BLOBS, rows.DECISIONS, rows.DRAFTS, rows.VECTORS, rows.VECTOR_ORDER):
             changes.add("UNLINK", key)
-        changes.add("HDEL", rows.ROW, "s", "root", "o", "n", "d", "drafts")
+        changes.add("HDEL", rows.ROW, "s", "root", "o", "n", "d", "drafts", "vectors")
         after = self._version()
         changes.add("HSET", rows.ROW, "v", after, *_hidden(session))
         if not self._commit(keys, version, changes, scripts.WIPE):
