@@ -1,6 +1,6 @@
 """The vectors of a Valkey store, beside the logs: in the slot of their session, so that what wipes it wipes them.
 
-Has a link of its own, so that it waits for no turn. Knows the layout of `rows`. Invariant: as in `sessions.vectors`; one
+Has a link of its own: it waits for no turn. Knows the layout of `rows`. Invariant: as in `sessions.vectors`; one
 script keeps the vectors of an entry, after it has looked whether the entry is still there.
 """
 
