@@ -185,3 +185,24 @@ async def test_a_store_that_dies_while_the_engine_speaks(start, own_server, stre
 async def post(gateway, body):
     async with gateway.http.post("/v1/chat/completions", json=body, headers={"X-Session-ID": "s"}) as response:
         return response.status, await response.text()
+
+
+@pytest.mark.parametrize("mover", [0, 1])
+async def test_a_session_that_one_gateway_moved_is_moved_for_all(start, valkey_server, mover):
+    engines = [ScriptedEngine(ScriptedOptions(name=f"http://{name}:1"), answers=lambda body: "ok") for name in "ab"]
+    gateways = [await start(engine=engines, store=valkey_server.url) for _ in range(2)]
+    history = [user("hi")]
+
+    async def turn(gateway):
+        assert (await gateway.chat(*history, session="s"))["status"] == 200
+        history.extend([said("ok"), user("more")])
+
+    for gateway in (*gateways, *gateways):
+        await turn(gateway)
+    old, new = sorted(engines, key=lambda engine: -len(engine.requests))
+    assert (len(old.requests), len(new.requests)) == (4, 0), "both gateways send it where its KV is"
+    async with gateways[mover].http.post("/v1/sessions/s/move", json={"to": new.name}) as response:
+        assert (await response.json())["moved"]
+    for gateway in (gateways[1 - mover], gateways[mover]):
+        await turn(gateway)
+    assert (len(old.requests), len(new.requests)) == (4, 2)
