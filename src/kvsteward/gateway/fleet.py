@@ -87,7 +87,7 @@ class Station:
 
 @dataclass(frozen=True, slots=True)
 class _Binding:
-    """To an engine, by this gateway. `stored` is what the session's row said before; None: it is not known."""
+    """To an engine, by this gateway. `stored` is what the session's row said before, "" where that is not known."""
 
     name: str
     stored: str | None
@@ -132,7 +132,7 @@ class Fleet:
         bound = self._bound.get(session_id)
         if bound is None or stored is None:
             return stored if bound is None else bound.name
-        late = self._now() - bound.since_s < ROW_IS_LATE_S and bound.stored in {None, stored}
+        late = self._now() - bound.since_s < ROW_IS_LATE_S and bound.stored in {"", stored}
         return bound.name if late else stored
 
     def station_of(self, session_id: str, stored: str | None) -> Station | None:
@@ -157,8 +157,8 @@ class Fleet:
             self.bind(session_id, chosen, stored)
         return chosen, reason
 
-    def bind(self, session_id: str, station: Station, stored: str | None = None) -> None:
-        """`stored` is what the session's row says now."""
+    def bind(self, session_id: str, station: Station, stored: str | None = "") -> None:
+        """`stored` is what the session's row says now, "" where that is not known."""
         bound = self._bound.get(session_id)
         if bound is None or bound.name != station.name:
             bound = _Binding(station.name, stored, self._now())
