@@ -19,12 +19,13 @@ from kvsteward.errors import (
     ConfigError,
     CorruptLogError,
     InvariantError,
+    KVStewardError,
     NotFoundError,
     StateError,
     StoreError,
     StoreUnavailableError,
 )
-from kvsteward.sessions import Decision, Space, SqliteStore, open_store
+from kvsteward.sessions import Decision, MemoryStore, Space, SqliteStore, open_store
 from kvsteward.sessions.valkey import ValkeyStore
 from kvsteward.sessions.valkey.reader import sized
 from kvsteward.sessions.valkey.rows import Meta
@@ -521,6 +522,24 @@ def reached(store) -> bool:
     return True
 
 
+def test_a_server_that_does_not_answer_is_a_timeout_and_nothing_is_half(own_server, make):
+    with closing(ValkeyStore(own_server.url, timeout_s=0.1)) as store:
+        session, entries = fill(store, make, "a")
+        more = make.chain("b", "c", after=entries[0])
+        own_server.process.send_signal(signal.SIGSTOP)
+        start = time.monotonic()
+        for _ in range(20):
+            with pytest.raises(StoreUnavailableError):
+                store.append(replace(session, head=more[1].hash), more)
+        assert time.monotonic() - start < 19 * 0.1, "those that come soon after wait for no timeout of their own"
+        own_server.process.send_signal(signal.SIGCONT)
+        until(lambda: reached(store), "it did not find the server again")
+        assert store.path("s1") in (entries, [*entries, *more])
+        store.append(replace(session, head=more[1].hash), more)
+        assert store.path("s1") == [*entries, *more]
+        assert store.verify() == []
+
+
 WRITER = """
 import json, sys
 from dataclasses import replace
@@ -741,6 +760,63 @@ def test_a_query_finds_what_it_finds_in_sqlite(one, make, tmp_path_factory, text
                     assert one.lookup("s1", query, **asked) == sqlite.lookup("s1", query, **asked), (query, asked)
             assert one.search("s1", query) == sqlite.search("s1", query)
     one.delete("s1")
+
+
+NAMES = ("create", "append", "append", "append", "put", "branch", "draft", "draft", "end", "recover", "delete", "sweep")
+STEPS = st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from("ab"), st.integers(0, 5)), min_size=5, max_size=30)
+
+
+def done(store, make, what: str, id_: str, n: int, at: int):
+    """One step; what it returned or raised."""
+    now, turn = 100.0 + 10 * at, f"t{n % 2}"
+    state = ("new", "active", "idle", "parked", "expired", "closed")[n]
+    session = store.get(id_)
+    parents = [None, *store.path(id_)] if session else [None]
+    after = parents[n % len(parents)]
+    parent = after.hash if after else fingerprint.root()
+    entries = make.chain(f"x{n}", f"y{at}", after=after, response_id="r" if n == 3 else None)
+    decisions = [Decision(entries[0].hash, "distil", b"{}", now)] if n % 2 else []
+
+    def change(row):
+        return replace(row, head=entries[n % 2].hash, state=state, turns=row.turns + 1, last_used_s=now)
+
+    steps = {
+        "create": lambda: store.create(make.session(id_, used_s=now, ttl_s=5.0 * (n + 1))),
+        "append": lambda: store.amend(id_, change, entries, decisions),
+        "put": lambda: store.put(replace(session or make.session(id_), state=state, last_used_s=now)),
+        "branch": lambda: store.branch(make.session("b" if id_ == "a" else "a", used_s=now), id_, parent),
+        "draft": lambda: store.draft(id_, turn, parent, b'{"role":"assistant","content":"%d"}' % at, now=now),
+        "end": lambda: store.amend(id_, lambda row: row, end_draft=turn),
+        "recover": lambda: store.recover(now=now),
+        "delete": lambda: store.delete(id_),
+        "sweep": lambda: store.sweep(now=now, log_retention_s=20.0 * (n + 1)),
+    }
+    try:
+        return steps[what]()
+    except KVStewardError as error:
+        return type(error)
+
+
+def seen(store):
+    """All that a reader can see."""
+    sessions = [*store.list(), *store.list(tenant="")]
+    logs = [(store.path(s.id), store.decisions(s.id), store.search(s.id, "x")) for s in sessions]
+    hashes = [entry.hash for path, _, _ in logs for entry in path]
+    return sessions, logs, store.find(hashes), store.find_response("", "r"), store.verify()
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS)
+def test_whatever_is_done_it_does_what_the_store_in_memory_does(one, server, make, steps):
+    server.client.flushall()
+    memory = MemoryStore()
+    for at, step in enumerate([("create", "a", 0), *steps]):
+        assert done(one, make, *step, at) == done(memory, make, *step, at), step
+        assert seen(one) == seen(memory), step
+    for id_ in ("a", "b"):
+        one.delete(id_)
+    one.sweep(now=1e9, log_retention_s=1e9)
+    assert left(server) == []
 
 
 def test_what_must_be_there_is_asked_for(one, make):
