@@ -63,7 +63,7 @@ async def move(steward: Steward, request: Request, tenant: Tenant) -> Response:
     before = steward.fleet.station_of(session_id, session.engine)
     steward.fleet.bind(session_id, target)  # from here on no turn goes to the old one, whatever the row still says
     if before is not None and before is not target:
-        steward.let_go(before, session_id)
+        steward.let_go(before, session)
     session = await steward.desk.bound(session_id, target.name)
     moved = {"id": public_id(session), "object": "session.moved", "moved": before is not target}
     return json({**moved, "from": before.name if before else None, "to": target.name})
