@@ -56,7 +56,13 @@ def serve(
     upstream_key: Annotated[
         str | None, typer.Option(help="API key that the engine asks for.", envvar="KVSTEWARD_UPSTREAM_KEY")
     ] = None,
-    store: Annotated[str | None, typer.Option(help="Session log: a file, `sqlite:///FILE` or `memory:`.")] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Session log: a file, `sqlite:///FILE`, `memory:`, or `valkey://HOST:PORT/DB`, which several gateways "
+            "may share (`valkeys://` with TLS; USER:PASSWORD@ before the host)."
+        ),
+    ] = None,
     budget: Annotated[
         int | None, typer.Option(help="KV budget of one session in tokens. Default: the engine's context.")
     ] = None,

@@ -314,14 +314,15 @@ async def _view(steward: Steward, request: Request, tenant: Tenant) -> Response:
     node = request.query_params.get("head") or session.head
     shown = await steward.desk.shown(session.id, node)
     decisions = await steward.desk.call(steward.desk.store.decisions, session.id)
+    tokens = shown.view.known_tokens or shown.view.estimate_tokens(0)
     return json(
         {
             "session": public_id(session),
             "head": node,
             "messages": shown.view.render(),
-            "tokens": shown.view.known_tokens or shown.view.estimate_tokens(0),
+            "tokens": tokens,
             "exact": bool(shown.view.known_tokens),
-            "log_tokens": shown.log_tokens,
+            "log_tokens": tokens + max(0, shown.log_tokens - shown.view.message_tokens),
             "dropped_messages": shown.view.epoch.dropped,
             "summary": shown.view.epoch.judged,
             "decisions": [

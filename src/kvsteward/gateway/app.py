@@ -282,6 +282,7 @@ class Steward:
                 log.error("cannot sweep the sessions: %s", error.message)
 
     async def sweep(self) -> int:
+        await self.desk.settle()
         expired = await self.desk.call(
             self.desk.store.sweep, now=self.wall(), log_retention_s=self.settings.log_retention_s
         )

@@ -14,7 +14,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -83,12 +83,6 @@ class SqliteStore(SessionStore):
             row = db.execute(f"SELECT {rows.SESSION} FROM sessions WHERE id = ?", (session_id,)).fetchone()
             return None if row is None else rows.session_of(row)
 
-    def put(self, session: Session) -> None:
-        with self._write() as db:
-            self._session(db, session.id)
-            chain.check_head(session, lambda hash_: _depth(db, session.id, hash_))
-            self._update(db, session)
-
     def list(self, *, tenant: str | None = None, limit: int = 100, offset: int = 0) -> Sequence[Session]:
         where, values = ("", ()) if tenant is None else ("WHERE tenant = ?", (tenant,))
         sql = f"SELECT {rows.SESSION} FROM sessions {where} ORDER BY last_used_s DESC, id LIMIT ? OFFSET ?"
@@ -111,22 +105,27 @@ class SqliteStore(SessionStore):
             found = _found(db, "e.response_id = ? AND s.tenant = ?", response_id, tenant)
         return min(found, key=lambda one: (-one.last_used_s, one.session_id, one.hash), default=None)
 
-    def append(
+    def amend(
         self,
-        session: Session,
-        entries: Sequence[Entry],
+        session_id: str,
+        change: Callable[[Session], Session],
+        entries: Sequence[Entry] = (),
         decisions: Sequence[Decision] = (),
         *,
         end_draft: str | None = None,
-    ) -> None:
+    ) -> Session | None:
         with self._write() as db:
-            self._session(db, session.id)
+            row = db.execute(f"SELECT {rows.SESSION} FROM sessions WHERE id = ?", (session_id,)).fetchone()
+            if row is None:
+                return None
+            session = change(rows.session_of(row))
             chain.check_append(session, entries, decisions, lambda hash_: _depth(db, session.id, hash_))
             self._update(db, session)
             _add_entries(db, session.id, entries)
             _add_decisions(db, session.id, decisions)
             if end_draft is not None:
                 db.execute("DELETE FROM drafts WHERE session_id = ? AND turn_id = ?", (session.id, end_draft))
+            return session
 
     def path(self, session_id: str, head: str | None = None) -> Sequence[Entry]:
         with self._read() as db:
