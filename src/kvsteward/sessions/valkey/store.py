@@ -48,6 +48,7 @@ from kvsteward.sessions.valkey.rows import Holder, Keys, Meta
 from kvsteward.sessions.valkey.scripts import Changes
 from kvsteward.sessions.valkey.turns import OpenTurns
 from kvsteward.sessions.valkey.verify import session_faults
+from kvsteward.sessions.vectors import VectorIndex, without_numpy
 from kvsteward.wire.fingerprint import root
 
 T = TypeVar("T")
@@ -227,6 +228,18 @@ class ValkeyStore(SessionStore):
         best = [meta for meta in best if on_path is None or meta.hash in on_path]
         return list(self._reader.entries(keys, session, best[: max(limit, 0)]))
 
+    def on_path(self, session_id: str, head: str, hashes: Sequence[str]) -> frozenset[str]:
+        session = self._reader.session(session_id)
+        path = self._reader.walk(Keys(session_id), session, head, unknown_is_empty=True)
+        return frozenset(hashes) & {meta.hash for meta in path}
+
+    def vectors(self) -> VectorIndex:
+        try:
+            from kvsteward.sessions.valkey.vectors import ValkeyVectors
+        except ModuleNotFoundError as error:
+            raise without_numpy(error) from error
+        return ValkeyVectors(self._link, self._reader)
+
     def branch(self, session: Session, source_id: str, head: str) -> None:
         keys, source_keys = Keys(session.id), Keys(source_id)
         source = self._reader.session(source_id)
@@ -334,7 +347,7 @@ class ValkeyStore(SessionStore):
     def _wipe(self, keys: Keys, session: Session, version: bytes) -> bool:
         """Texts first, in one step, then the rest. False if somebody has written to the session."""
         changes = Changes()
-        for key in (rows.RAW, rows.BLOBS, rows.DECISIONS, rows.DRAFTS):
+        for key in (rows.RAW, rows.BLOBS, rows.DECISIONS, rows.DRAFTS, rows.VECTORS):
             changes.add("UNLINK", key)
         changes.add("HDEL", rows.ROW, "s", "root", "o", "n", "d", "drafts")
         after = self._version()
@@ -355,7 +368,7 @@ class ValkeyStore(SessionStore):
         used_s, due_s = rows.decode_bounds(session_id, bounds)
         self._forget(session_id, tenant, used_s, due_s)
         changes = Changes()
-        for key in (rows.ENTRIES, rows.RAW, rows.BLOBS, rows.ORDER, rows.NAMES, rows.DECISIONS, rows.DRAFTS, rows.ROW):
+        for key in range(len(keys.all), 0, -1):  # the row last
             changes.add("UNLINK", key)
         self._commit(keys, version, changes, scripts.WIPE)
 
