@@ -141,7 +141,8 @@ async def searched(
     librarian, store = steward.librarian, steward.desk.store
     assert librarian is not None
     for number, one in enumerate(found):
-        session = Session(one.id, "", "new", fingerprint.root(), 1.0, 1.0, 60.0)
+        now = time.time()
+        session = Session(one.id, "", "new", fingerprint.root(), now, now, 3_600.0)
         store.create(session)
         store.append(replace(session, head=one.entries[-1].hash), one.entries)
         started = time.perf_counter()
