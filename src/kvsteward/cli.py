@@ -144,6 +144,14 @@ def serve(
     tenants: Annotated[
         Path | None, typer.Option(help="YAML file of tenants with their API keys. Default: no keys.")
     ] = None,
+    cache_secret: Annotated[
+        str | None,
+        typer.Option(
+            help="For tenants with `isolate_cache: true`: what their salts are made of, the same at all gateways. "
+            "Default: random, so that a restart finds nothing in the engines' caches.",
+            envvar="KVSTEWARD_CACHE_SECRET",
+        ),
+    ] = None,
 ) -> None:
     """Start the gateway in front of an engine. Point your agent's OpenAI base URL at it; open it in a browser."""
     from kvsteward.gateway.serve import ServeOptions, run
@@ -154,6 +162,7 @@ def serve(
         log_days=log_days, policy=policy, high_water=high_water,
         low_water=low_water, memory_price=memory_price, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
         selective=selective, max_body_mib=max_body_mib, recall=recall, tenants=tenants, hints=hints,
+        cache_secret=cache_secret,
         embeddings=embeddings, embeddings_model=embeddings_model, embeddings_key=embeddings_key,
         embeddings_dimensions=embeddings_dimensions, embeddings_query_prefix=embeddings_query_prefix,
         embeddings_text_prefix=embeddings_text_prefix,

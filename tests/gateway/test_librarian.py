@@ -16,6 +16,7 @@ from tests.gateway.embeddings import Endpoint, hangs, refuses, says, slow_for_ma
 
 from kvsteward.context.recall import Ask
 from kvsteward.engines.embeddings import Embedder, EmbeddingOptions
+from kvsteward.engines.scripted import Answer, ToolCall
 from kvsteward.errors import (
     ConfigError,
     EngineError,
@@ -36,6 +37,10 @@ FACTS = (
 
 def user(text):
     return {"role": "user", "content": text}
+
+
+def recall(**arguments):
+    return Answer(tool_calls=(ToolCall("kvsteward_recall", json.dumps(arguments)),))
 
 
 @pytest.fixture
@@ -116,6 +121,22 @@ async def test_both_rankings_count(start, options):
     assert search == "fused"
     assert texts[0] == "The car is on the floor below."
     assert set(texts[1:3]) == {"The floor is wet.", "An automobile stands here."}
+
+
+async def test_the_model_s_tool_finds_by_meaning_too(start, options):
+    def answers(body):
+        last = body["messages"][-1]
+        if last["role"] == "tool":
+            return f"It says: {last['content']}"
+        return recall(query="vehicle") if "Which" in last["content"] else "ok"
+
+    gateway = await start(settings=Settings(recall=True, embeddings=options), answers=answers)
+    history = await told(gateway, *FACTS)
+    await settled(gateway)
+    answer = await gateway.chat(*history, user("Which one?"), session="s")
+    assert FACTS[0] in answer["choices"][0]["message"]["content"]
+    decisions = (await gateway.get("/v1/sessions/s/view"))["decisions"]
+    assert [d["payload"]["search"] for d in decisions if d["kind"] == "recall"] == ["fused"]
 
 
 async def test_another_branch_is_not_found(start, options):

@@ -64,7 +64,7 @@ async def move(steward: Steward, request: Request, tenant: Tenant) -> Response:
     # From here on no turn goes to the old one, whatever the row still says.
     steward.fleet.bind(session_id, target, session.engine)
     if before is not None and before is not target:
-        steward.let_go(before, session_id)
+        steward.let_go(before, session)
     session = await steward.desk.bound(session_id, target.name)
     moved = {"id": public_id(session), "object": "session.moved", "moved": before is not target}
     return json({**moved, "from": before.name if before else None, "to": target.name})
