@@ -43,6 +43,8 @@ from retention_engine import BLOCK_TOKENS, SRC, WORDS, server
 
 BLOCK_BYTES = 23_040 * BLOCK_TOKENS  # SmolLM2 in 16 bit
 SLOT_BYTES = BLOCK_BYTES + 4096
+SPIN_S = 1.2
+"""After a step vLLM's processes ask for the next one without rest for a second, on cores that the next server needs."""
 PYTHONPATH = os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -107,8 +109,8 @@ def prose(rng: random.Random, words: int) -> str:
 
 def circle(urls: dict[str, str], sessions: int, rounds: int, words: int, more: int) -> dict[str, list[Answer]]:
     """Each session's turns in a circle. Every turn goes to all servers, one after the other and each time another one
-    first, so that all see the same prompts on a machine that is equally busy. The answers' texts do not go into the
-    history."""
+    first and after a pause that is not counted, so that all see the same prompts on a machine that is equally busy. The
+    answers' texts do not go into the history."""
     rng = random.Random(5)
     histories = [[{"role": "user", "content": f"Session {i}. {prose(rng, words)}"}] for i in range(sessions)]
     answers: dict[str, list[Answer]] = {kind: [] for kind in urls}
@@ -116,6 +118,7 @@ def circle(urls: dict[str, str], sessions: int, rounds: int, words: int, more: i
         history, kinds = histories[turn % sessions], list(urls)
         first = turn % len(kinds)
         for kind in kinds[first:] + kinds[:first]:
+            time.sleep(SPIN_S)
             answers[kind].append(ask(urls[kind], f"s{turn % sessions}", history))
         history.append({"role": "assistant", "content": prose(rng, 4)})
         history.append({"role": "user", "content": prose(rng, more)})
