@@ -108,14 +108,19 @@ def prose(rng: random.Random, words: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(words))
 
 
-def circle(urls: dict[str, str], sessions: int, rounds: int, words: int, more: int) -> dict[str, list[Answer]]:
+def circle(
+    urls: dict[str, str], sessions: int, rounds: int, words: int, more: int, limit_s: float
+) -> dict[str, list[Answer]]:
     """Each session's turns in a circle. Every turn goes to all servers, one after the other and each time another one
     first and after a pause that is not counted, so that all see the same prompts on a machine that is equally busy. The
-    answers' texts do not go into the history."""
+    answers' texts do not go into the history. After `limit_s` no new round begins."""
     rng = random.Random(5)
     histories = [[{"role": "user", "content": f"Session {i}. {prose(rng, words)}"}] for i in range(sessions)]
     answers: dict[str, list[Answer]] = {kind: [] for kind in urls}
+    began_s = time.monotonic()
     for turn in range(rounds * sessions):
+        if turn % sessions == 0 and time.monotonic() - began_s > limit_s:
+            break
         history, kinds = histories[turn % sessions], list(urls)
         first = turn % len(kinds)
         for kind in kinds[first:] + kinds[:first]:
@@ -166,7 +171,7 @@ def reuse(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for url in urls.values():
                 ask(url, "warm", [{"role": "user", "content": "Hello"}])
             load_before = os.getloadavg()
-            answers = circle(urls, args.sessions, args.rounds, args.words, more)
+            answers = circle(urls, args.sessions, args.rounds, args.words, more, args.limit_s)
             load_after = os.getloadavg()
             time.sleep(5.5)
             for url in urls.values():
@@ -191,6 +196,7 @@ def row_of(kind: str, over: float, blocks: int, answers: list[Answer], sessions:
     row = {
         "kind": kind,
         "over": over,
+        "rounds": len(answers) // sessions,
         "blocks": blocks,
         "prompt_tokens": prompt,
         "cached_tokens": cached,
@@ -325,6 +331,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="stock,host,valkey")
     parser.add_argument("--sessions", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--limit-s", type=float, default=1e9, help="no round begins after this many seconds")
     parser.add_argument("--words", type=int, default=1400)
     parser.add_argument("--host-gib", type=float, default=1.0)
     parser.add_argument("--host-share", type=float, default=1.0, help="kind valkey: host pool over vLLM's pool")
