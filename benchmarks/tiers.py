@@ -7,7 +7,8 @@
 `reuse`: sessions take turns in a circle, each turn with its whole history and a little more. `--over` is the sessions'
 tokens at the end over the pool's. All servers run at once and get each turn one after the other. An infinite cache
 reuses the whole blocks of the session's last prompt; kind `infinite` is a stock vLLM whose pool holds everything. Times
-to first token are those of turns that return; `turns` is the sum of all turns' times.
+to first token are those of turns that return; `turns` is the sum of all turns' times, `processor` that of a server's
+processes meanwhile.
 
 `migrate`: a session starts on server A and goes on on server B, both with one Valkey; beside it a prompt of the same
 length that B has never seen.
@@ -36,7 +37,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ class Answer:
     ttft_s: float
     total_s: float
     text: str
+    cpu_s: float = 0.0
 
 
 @contextlib.contextmanager
@@ -108,6 +110,25 @@ def prose(rng: random.Random, words: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(words))
 
 
+def cpu_s(url: str) -> float:
+    """Processor time of a server and all its processes, so far."""
+    port = url.rsplit(":", 1)[1].encode()
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    ours: set[int] = set()
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (process / "stat").read_text().rsplit(")", 1)[1].split()
+                pid = int(process.name)
+                parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+                if b"\0--port\0" + port + b"\0" in (process / "cmdline").read_bytes():
+                    ours.add(pid)
+    for _ in range(4):  # API server, engine core, worker
+        ours |= {pid for pid, parent in parents.items() if parent in ours}
+    return sum(ticks[pid] for pid in ours) / os.sysconf("SC_CLK_TCK")
+
+
 def circle(
     urls: dict[str, str], sessions: int, rounds: int, words: int, more: int, limit_s: float
 ) -> dict[str, list[Answer]]:
@@ -125,7 +146,9 @@ def circle(
         first = turn % len(kinds)
         for kind in kinds[first:] + kinds[:first]:
             time.sleep(SPIN_S)
-            answers[kind].append(ask(urls[kind], f"s{turn % sessions}", history))
+            before_s = cpu_s(urls[kind])
+            answer = ask(urls[kind], f"s{turn % sessions}", history)
+            answers[kind].append(replace(answer, cpu_s=cpu_s(urls[kind]) - before_s))
         history.append({"role": "assistant", "content": prose(rng, 4)})
         history.append({"role": "user", "content": prose(rng, more)})
     return answers
@@ -142,9 +165,10 @@ def reuse(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     print(f"{args.sessions} sessions, {args.rounds} rounds; load {os.getloadavg()[0]:.1f}")
     print(
-        "| working set / pool | kind | reused, % | of an infinite cache, % | turns, s | returning TTFT p50 / p95, s |"
+        "| working set / pool | kind | reused, % | of an infinite cache, % | turns, s | processor, s |"
+        " returning TTFT p50 / p95, s |"
     )
-    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for over in map(float, args.over.split(",")):
         pool = max(int(tokens / over / BLOCK_TOKENS), context // BLOCK_TOKENS + 2)
         with contextlib.ExitStack() as stack:
@@ -202,6 +226,7 @@ def row_of(kind: str, over: float, blocks: int, answers: list[Answer], sessions:
         "cached_tokens": cached,
         "bound": bound,
         "turns_s": sum(a.total_s for a in answers),
+        "cpu_s": sum(a.cpu_s for a in answers),
         "ttft_p50_s": statistics.median(back),
         "ttft_p95_s": percentile(back, 0.95),
         "first_ttft_p50_s": statistics.median(a.ttft_s for a in answers[:sessions]),
@@ -209,7 +234,7 @@ def row_of(kind: str, over: float, blocks: int, answers: list[Answer], sessions:
     }
     print(
         f"| {over} | {kind} | {100 * cached / prompt:.1f} | {100 * cached / bound:.1f} | {row['turns_s']:.1f} |"
-        f" {row['ttft_p50_s']:.2f} / {row['ttft_p95_s']:.2f} |",
+        f" {row['cpu_s']:.1f} | {row['ttft_p50_s']:.2f} / {row['ttft_p95_s']:.2f} |",
         flush=True,
     )
     return row
@@ -264,25 +289,6 @@ def migrate(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 flush=True,
             )
     return {"rows": rows}
-
-
-def cpu_s(url: str) -> float:
-    """Processor time of a server and all its processes, so far."""
-    port = url.rsplit(":", 1)[1].encode()
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    ours: set[int] = set()
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = (process / "stat").read_text().rsplit(")", 1)[1].split()
-                pid = int(process.name)
-                parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
-                if b"\0--port\0" + port + b"\0" in (process / "cmdline").read_bytes():
-                    ours.add(pid)
-    for _ in range(4):  # API server, engine core, worker
-        ours |= {pid for pid, parent in parents.items() if parent in ours}
-    return sum(ticks[pid] for pid in ours) / os.sysconf("SC_CLK_TCK")
 
 
 def overhead(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
