@@ -38,6 +38,8 @@ class Ticket:
         """Of the first keys, those that are held."""
         self.result: int | None = None
         self.released = False
+        self.late = False
+        """It was settled by its deadline."""
 
     def poll(self) -> int | None:
         """None while blocks may still come; then how many of the first keys are in host memory, pinned until `release`.
