@@ -595,6 +595,18 @@ def test_a_full_server_takes_nothing_half_and_still_wipes(one, server, make):
     assert left(server) == []
 
 
+def test_a_server_that_became_a_replica_is_away_until_another_takes_its_place(own_server, make):
+    with closing(ValkeyStore(own_server.url)) as store:
+        session, entries = fill(store, make, "a")
+        own_server.client.execute_command("REPLICAOF", "127.0.0.1", free_port())
+        with pytest.raises(StoreUnavailableError, match="replica"):
+            store.put(replace(session, turns=1))
+        own_server.client.execute_command("REPLICAOF", "NO", "ONE")
+        store.put(replace(session, turns=2))
+        assert store.get("s1").turns == 2
+        assert store.path("s1") == entries
+
+
 def test_nobody_listens():
     with pytest.raises(StoreUnavailableError) as caught:
         open_store(f"valkey://:hush@127.0.0.1:{free_port()}/0")
