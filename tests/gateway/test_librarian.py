@@ -89,8 +89,10 @@ def held_in(path, column):
 # -- what is found ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("store", ["memory:", None])
-async def test_what_was_said_in_other_words_is_found(start, options, store):
+@pytest.mark.parametrize("store", ["memory:", None, "valkey"])
+async def test_what_was_said_in_other_words_is_found(start, options, store, request):
+    if store == "valkey":
+        store = request.getfixturevalue("valkey_server").url
     gateway = await start(settings=Settings(embeddings=options), store=store)
     await told(gateway, *FACTS)
     await settled(gateway)

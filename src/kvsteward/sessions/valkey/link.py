@@ -68,7 +68,8 @@ class Link:
         settings: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": connect_timeout_s}
         if scheme != "unix":
             settings["socket_keepalive"] = True
-        self._url, self._settings, self._client = url, settings, None
+        self._url, self._settings = url, settings
+        self._client: Any = None
         if not self.cluster:
             try:
                 self._client = valkey.Valkey.from_url(url, **settings)
@@ -125,6 +126,10 @@ class Link:
         except exceptions.OutOfMemoryError as error:
             hint = "Valkey's memory is full: raise its maxmemory, or keep logs for fewer days (--log-days)."
             raise StoreError(f"{self.place}: {error}", hint=hint) from error
+        except exceptions.ReadOnlyError as error:  # it was made a replica: by its name another may be found now
+            if not self.cluster:
+                self._client.connection_pool.disconnect()
+            raise self._away("it is a replica, which takes no writes") from error
         except _AWAY as error:
             self._away_until_s = time.monotonic() + self._pause_s
             raise self._away(str(error) or type(error).__name__) from error
