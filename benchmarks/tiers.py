@@ -29,6 +29,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -304,7 +305,11 @@ def overhead(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for url in urls.values():
             for _ in range(2):
                 ask(url, "one", history, max_tokens=output)
+        began_s = time.monotonic()
         for turn in range(turns):
+            if time.monotonic() - began_s > args.limit_s:
+                turns = turn
+                break
             for kind in sorted(urls, reverse=bool(turn % 2)):
                 time.sleep(SPIN_S)
                 before = cpu_s(urls[kind])
@@ -312,7 +317,13 @@ def overhead(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 busy_s[kind].append(cpu_s(urls[kind]) - before)
                 wall_s[kind].append(answer.total_s)
                 assert answer.cached_tokens >= answer.prompt_tokens - BLOCK_TOKENS
-    report: dict[str, Any] = {"turns": turns, "output_tokens": output, "wall_s": wall_s, "cpu_s": busy_s}
+    report: dict[str, Any] = {
+        "load": (load, os.getloadavg()[0]),
+        "turns": turns,
+        "output_tokens": output,
+        "wall_s": wall_s,
+        "cpu_s": busy_s,
+    }
     for what, seconds in (("wall", wall_s), ("processor", busy_s)):
         stock, ours = seconds["stock"], seconds["host"]
         report[what] = {
@@ -337,7 +348,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="stock,host,valkey")
     parser.add_argument("--sessions", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--limit-s", type=float, default=1e9, help="no round begins after this many seconds")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="no round or turn begins after this many seconds")
     parser.add_argument("--words", type=int, default=1400)
     parser.add_argument("--host-gib", type=float, default=1.0)
     parser.add_argument("--host-share", type=float, default=1.0, help="kind valkey: host pool over vLLM's pool")
@@ -346,6 +357,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and the servers with it
     if args.quick:
         args.rounds, args.sessions = min(args.rounds, 3), min(args.sessions, 4)
     with tempfile.TemporaryDirectory() as folder:
