@@ -7,12 +7,15 @@ from itertools import pairwise
 from typing import Any
 
 import orjson
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvsteward.context.layout import Epoch, View, derive
+from kvsteward.context.block import Leaving, condense
+from kvsteward.context.layout import Epoch, Item, View, derive
 from kvsteward.context.marks import Policy
 from kvsteward.context.pipeline import Summarise, decode_epoch, encode_epoch
+from kvsteward.context.tokens import Estimator
 
 SYSTEM = {"role": "system", "content": "You are a careful clerk. Never guess an id."}
 EXTRACTIVE = Policy(summary="extractive")
@@ -81,16 +84,28 @@ def test_a_section_says_what_is_new_and_nothing_again(session):
     assert [fact.value for fact in shown if fact.value in before.epoch.block] == []
 
 
+@pytest.mark.parametrize(("many", "sections"), [(4, 1), (60, 0)], ids=["few", "many"])
+def test_a_block_of_stale_lines_is_written_anew_once_more_new_values_than_a_section_holds_are_worth_it(many, sections):
+    """1,000 tokens of room, 800 of which are taken by a text without a value."""
+    block = "[kvsteward] Earlier messages are condensed here.\n" + "and so it went on for a long while " * 90
+    before = Epoch(through=1, block=block, block_tokens=800, dropped=1)
+    rows = [f"parcel 1Z{n:06d} weighs {n * 137 + 100} grams" for n in range(many)]
+    dropped = [Item(f"{n:064x}", n, user(row), 20, 20) for n, row in enumerate(rows, 2)]
+    view = View((), before, tuple(dropped))
+    epoch = condense(Leaving(view, dropped, (), (), (), None, ()), 1_000, 2_000, Estimator())
+    assert epoch.sections == sections
+    assert epoch.block.startswith(block) == bool(sections)
+    assert epoch.block.count("1Z") >= min(many, 20)
+
+
 def test_a_replaced_list_is_struck_and_the_new_one_stands_word_for_word(session):
     chat = session(4096, EXTRACTIVE)
     old, new = "- [ ] weigh the parcels\n- [ ] call Oslo", "- [ ] weigh the parcels"  # the new is part of the old
     chat.say(SYSTEM, user("Find the parcels of sara_doe_496."))
     chat.answer(said(old))
     blocks: list[str] = []
-    number = 0
     while len(blocks) < 2:
-        number += 1
-        prepared = chat.say(user(f"What about order W{number:07d}? " + "Look at it closely. " * 12))
+        prepared = chat.say(user("What about the next order? " + "Look at it closely. " * 12))
         blocks += [prepared.epoch.block] if prepared.epoch else []
         chat.answer(said(new if len(blocks) == 1 and said(new) not in chat.log else "It is on its way."))
     section = blocks[1].removeprefix(f"{blocks[0]}\n")

@@ -3,8 +3,8 @@
 It grows by sections. A compaction leaves what the one before wrote byte for byte, so that an engine which has it cached
 does not prefill it again, and appends a section for what left since: texts that are new in the Plan, which of the older
 ones are outdated, requests, a summary, and a line for each message with its hash and the values in it. Where there is
-no room for a section that is worth it, the block is written anew, shorter than its room, so that a section will fit
-(docs/marks.md).
+no room for a section, or the values in view would be worth less than those of a block that is written anew, it is; it
+is shorter than its room then, so that a section will fit (docs/marks.md).
 
 Pure. It does not know which messages leave, nor how long a view may be. Invariants: the Plan stands in the block word
 for word; a block that was appended to begins with the one before.
@@ -26,7 +26,7 @@ from kvsteward.context.lines import (
     stub_of,
     value_lines,
 )
-from kvsteward.context.memory import collect, firm
+from kvsteward.context.memory import collect, firm, stands_in
 from kvsteward.context.plan import outdated
 from kvsteward.context.summary import Draft, verify
 from kvsteward.context.tokens import Estimator
@@ -123,7 +123,9 @@ def condense(leaving: Leaving, room: int, most: int, estimator: Estimator) -> Ep
         dropped=before.dropped + len(dropped),
     )
     grown = _appended(leaving, known, room, min(most, int(room * _GROWN_SHARE)), estimator)
-    made = grown or _anew(leaving, known, room, estimator)
+    made = _anew(leaving, known, room, estimator)
+    if grown and _worth(grown.text, known.facts) >= _worth(made.text, known.facts):
+        made = grown
     return Epoch(
         through=dropped[-1].depth if dropped else before.through,
         block=made.text,
@@ -134,8 +136,13 @@ def condense(leaving: Leaving, room: int, most: int, estimator: Estimator) -> Ep
         stubs=known.stubs,
         dropped=known.dropped,
         judged=made.judged,
-        sections=before.sections + 1 if grown else 0,
+        sections=before.sections + 1 if made is grown else 0,
     )
+
+
+def _worth(text: str, facts: Sequence[Fact]) -> float:
+    """Of the values that a block says: the sum of their scores."""
+    return sum(fact.score for fact in facts if stands_in(fact.value, text))
 
 
 def _anew(leaving: Leaving, known: _Known, room: int, estimator: Estimator) -> _Written:
