@@ -60,7 +60,8 @@ def serve(
         str | None,
         typer.Option(
             help="Session log: a file, `sqlite:///FILE`, `memory:`, or `valkey://HOST:PORT/DB`, which several gateways "
-            "may share (`valkeys://` with TLS; USER:PASSWORD@ before the host)."
+            "may share (`valkeys://` with TLS; USER:PASSWORD@ before the host).",
+            envvar="KVSTEWARD_STORE",
         ),
     ] = None,
     budget: Annotated[
@@ -310,7 +311,9 @@ def lint(
 
 sessions_app = typer.Typer(no_args_is_help=True, help="Look into a store of session logs; move a session.")
 app.add_typer(sessions_app, name="sessions")
-Store = Annotated[str | None, typer.Option(help="The store that `kvsteward serve` was given.")]
+Store = Annotated[
+    str | None, typer.Option(help="The store that `kvsteward serve` was given.", envvar="KVSTEWARD_STORE")
+]
 
 
 @sessions_app.command("list")

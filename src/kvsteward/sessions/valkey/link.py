@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
 
@@ -54,6 +55,7 @@ class Link:
     def __init__(
         self, url: str, *, timeout_s: float = 5.0, connect_timeout_s: float = 2.0, pause_s: float = 0.25
     ) -> None:
+        self._again = partial(Link, url, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, pause_s=pause_s)
         parts = urlsplit(url)
         query = parse_qs(parts.query)
         self.cluster = query.pop("cluster", ["false"])[-1].lower() in {"true", "yes", "1"}
@@ -94,6 +96,10 @@ class Link:
                 return client.execute_command("EVALSHA", script.sha, len(keys), *keys, *words)
             except exceptions.NoScriptError:  # the server is new, or has forgotten it: nothing was done
                 return client.execute_command("EVAL", script.text, len(keys), *keys, *words)
+
+    def another(self) -> Link:
+        """A link to the same server, with connections of its own."""
+        return self._again()
 
     def close(self) -> None:
         self._closed = True

@@ -1,103 +1,114 @@
-"""The vectors of a Valkey store: one hash beside each session's log, which is wiped in the same step as its texts.
+"""The vectors of a Valkey store, beside the logs: in the slot of their session, so that what wipes it wipes them.
 
-A field is a space's digest and an entry, its value a byte 1 and the packed vectors one after the other; so one command
-puts an entry there with all of its vectors, and its length tells whether it is there.
-
-Knows the layout of `rows`. Invariant: as in `sessions.vectors`; every answer of the server is bounded by a page.
+Has a link of its own: it waits for no turn. Knows the layout of `rows`. Invariant: as in `sessions.vectors`; one
+script keeps the vectors of an entry, after it has looked whether the entry is still there.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any
+import struct
+from collections.abc import Iterator, Sequence
 
-from kvsteward.sessions.nearest import HALF_BYTES, nearest, packed
-from kvsteward.sessions.valkey import rows as rows
-from kvsteward.sessions.valkey.link import Link, Script
-from kvsteward.sessions.valkey.reader import Reader, pages
+from kvsteward.sessions.nearest import nearest, packed
+from kvsteward.sessions.valkey import rows, scripts
+from kvsteward.sessions.valkey.link import Link
+from kvsteward.sessions.valkey.reader import pages
 from kvsteward.sessions.valkey.rows import Keys
 from kvsteward.sessions.vectors import MAX_SEARCHED, Near, Space, VectorIndex
 
-_PAGE = 64
-_HERE = b"\1"
-
-_KEEP = Script("""#!lua
--- KEYS: row, entries, vectors. ARGV: entry, field, vectors. 1: kept; 0: there is no such session or entry any more.
-if redis.call('HEXISTS', KEYS[1], 's') == 0 or redis.call('HEXISTS', KEYS[2], ARGV[1]) == 0 then return 0 end
-redis.call('HSET', KEYS[3], ARGV[2], ARGV[3])
-return 1
-""")
+_PAGE = 128
+"""Entries whose vectors are read at once."""
+_LENGTH = struct.Struct(">I")
 
 
 class ValkeyVectors(VectorIndex):
-    """On the store's own line to the server."""
+    """In the server of `link`, which it closes."""
 
-    def __init__(self, link: Link, reader: Reader) -> None:
-        self._link, self._reader = link, reader
+    def __init__(self, link: Link) -> None:
+        self._link = link
 
     def known(self, session_id: str, space: Space, hashes: Sequence[str]) -> frozenset[str]:
         key = Keys(session_id)[rows.VECTORS]
-        found: list[str] = []
+        found: set[str] = set()
         for page in pages(hashes):
-            lengths = self._link.ask_all([("HSTRLEN", key, _field(space, hash_)) for hash_ in page])
-            found += [hash_ for hash_, length in zip(page, lengths, strict=True) if length]
+            held = self._link.ask_all([("HEXISTS", key, _field(space, hash_)) for hash_ in page])
+            found |= {hash_ for hash_, is_held in zip(page, held, strict=True) if is_held}
         return frozenset(found)
 
     def adopt(self, session_id: str, space: Space, hash_: str) -> bool:
-        for found in self._reader.find_all([hash_])[:_PAGE]:
-            value = self._link.ask("HGET", Keys(found.session_id)[rows.VECTORS], _field(space, hash_))
-            if value:
+        cursor = 0
+        while True:
+            cursor, members = self._link.ask("SSCAN", rows.entry_key(hash_), cursor, "COUNT", _PAGE)
+            holders = [holder for member in members if (holder := rows.holder_of(member))]
+            others = [holder.session_id for holder in holders if holder.session_id != session_id]
+            field = _field(space, hash_)
+            found = self._link.ask_all([("HGET", Keys(other)[rows.VECTORS], field) for other in others])
+            value = next((value for value in found if value is not None), None)
+            if value is not None:
                 return self._keep(session_id, space, hash_, value)
-        return False
+            if not cursor:
+                return False
 
     def add(self, session_id: str, space: Space, hash_: str, vectors: Sequence[Sequence[float]]) -> bool:
-        return self._keep(session_id, space, hash_, _HERE + b"".join(map(packed, vectors)))
-
-    def nearest(self, session_id: str, space: Space, vector: Sequence[float], *, limit: int) -> Sequence[Near]:
-        return nearest(islice(self._newest(session_id, space), MAX_SEARCHED), vector, limit)
-
-    def forget_others(self, session_id: str, space: Space) -> None:
-        key, own = Keys(session_id)[rows.VECTORS], _digest(space)
-        cursor: Any = 0
-        while True:
-            cursor, members = self._link.ask("HSCAN", key, cursor, "COUNT", _PAGE)
-            others = [name for name in _pairs(members) if not name.startswith(own)]
-            if others:
-                self._link.ask("HDEL", key, *others)
-            if not int(cursor):
-                return
-
-    def close(self) -> None:
-        """The line is the store's."""
-
-    def _newest(self, session_id: str, space: Space) -> Iterator[tuple[str, bytes]]:
-        """Each vector of the session in this space, the newest entry's first."""
-        keys, size = Keys(session_id), space.dimensions * HALF_BYTES
-        last = -1
-        while names := self._link.ask("LRANGE", keys[rows.ORDER], last - _PAGE + 1, last):
-            last -= len(names)
-            hashes = [rows.string(name) for name in reversed(names)]
-            values = self._link.ask("HMGET", keys[rows.VECTORS], *(_field(space, hash_) for hash_ in hashes))
-            for hash_, value in zip(hashes, values, strict=True):
-                held = (value or b"")[len(_HERE) :]
-                yield from ((hash_, held[at : at + size]) for at in range(0, len(held), size))
+        parts = [packed(vector) for vector in vectors]
+        value = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+        return self._keep(session_id, space, hash_, value)
 
     def _keep(self, session_id: str, space: Space, hash_: str, value: bytes) -> bool:
         keys = Keys(session_id)
-        three = [keys[rows.ROW], keys[rows.ENTRIES], keys[rows.VECTORS]]
-        return bool(self._link.run(_KEEP, three, [rows.text(hash_), _field(space, hash_), value]))
+        where = [keys[key] for key in (rows.ROW, rows.ENTRIES, rows.VECTORS, rows.VECTOR_ORDER)]
+        return bool(self._link.run(scripts.VECTORS, where, [rows.text(hash_), _field(space, hash_), value]))
 
+    def nearest(self, session_id: str, space: Space, vector: Sequence[float], *, limit: int) -> Sequence[Near]:
+        return nearest(self._newest(Keys(session_id), space), vector, limit)
 
-def _pairs(members: Any) -> Sequence[bytes]:
-    """The names of what HSCAN answers: a flat list, or a mapping."""
-    return list(members) if isinstance(members, Mapping) else list(members[::2])
+    def _newest(self, keys: Keys, space: Space) -> Iterator[tuple[str, bytes]]:
+        """Vectors of a space, newest first."""
+        count, prefix = 0, _field(space, "")
+        for fields in self._fields(keys, newest_first=True):
+            own = [field for field in fields if field.startswith(prefix)]
+            values = self._link.ask("HMGET", keys[rows.VECTORS], *own) if own else ()
+            for field, value in zip(own, values, strict=True):
+                for part in _parts(value or b""):
+                    yield rows.string(field[len(prefix) :]), part
+                    count += 1
+                    if count >= MAX_SEARCHED:
+                        return
 
+    def _fields(self, keys: Keys, *, newest_first: bool = False) -> Iterator[list[bytes]]:
+        at, order = 0, ("REV",) if newest_first else ()
+        while page := self._link.ask("ZRANGE", keys[rows.VECTOR_ORDER], at, at + _PAGE - 1, *order):
+            yield page
+            at += len(page)
 
-def _digest(space: Space) -> bytes:
-    return hashlib.blake2b(space.key.encode(), digest_size=8).hexdigest().encode()
+    def forget_others(self, session_id: str, space: Space) -> int:
+        keys, prefix = Keys(session_id), _field(space, "")
+        others = [field for fields in self._fields(keys) for field in fields if not field.startswith(prefix)]
+        count = 0
+        for page in pages(others, _PAGE):
+            values = self._link.ask("HMGET", keys[rows.VECTORS], *page)
+            count += sum(len(list(_parts(value or b""))) for value in values)
+            self._link.ask_all(
+                [("HDEL", keys[rows.VECTORS], *page), ("ZREM", keys[rows.VECTOR_ORDER], *page)],
+            )
+        return count
+
+    def close(self) -> None:
+        self._link.close()
 
 
 def _field(space: Space, hash_: str) -> bytes:
-    return _digest(space) + b":" + rows.text(hash_)
+    digest = hashlib.blake2b(rows.text(space.key), digest_size=8).hexdigest()
+    return f"{digest}:".encode() + rows.text(hash_)
+
+
+def _parts(value: bytes) -> Iterator[bytes]:
+    """The vectors of an entry. What was cut is passed over."""
+    at = 0
+    while at + _LENGTH.size <= len(value):
+        (length,) = _LENGTH.unpack_from(value, at)
+        at += _LENGTH.size
+        if at + length <= len(value):
+            yield value[at : at + length]
+        at += length
