@@ -82,17 +82,11 @@ class ValkeyVectors(VectorIndex):
             yield page
             at += len(page)
 
-    def forget_others(self, session_id: str, space: Space) -> int:
+    def forget_others(self, session_id: str, space: Space) -> None:
         keys, prefix = Keys(session_id), _field(space, "")
         others = [field for fields in self._fields(keys) for field in fields if not field.startswith(prefix)]
-        count = 0
         for page in pages(others, _PAGE):
-            values = self._link.ask("HMGET", keys[rows.VECTORS], *page)
-            count += sum(len(list(_parts(value or b""))) for value in values)
-            self._link.ask_all(
-                [("HDEL", keys[rows.VECTORS], *page), ("ZREM", keys[rows.VECTOR_ORDER], *page)],
-            )
-        return count
+            self._link.ask_all([("HDEL", keys[rows.VECTORS], *page), ("ZREM", keys[rows.VECTOR_ORDER], *page)])
 
     def close(self) -> None:
         self._link.close()
