@@ -1,8 +1,8 @@
 """Several rankings of the same things as one: their first places in turn, then their second ones.
 
 Pure; knows nothing of what is ranked, nor of the scores that it was ranked by. Invariants: what stands in any ranking
-stands once in the result; the first ranking's first thing stays first; the nth thing of a ranking comes at place n times
-the number of rankings at the latest.
+stands once in the result; the first ranking's first thing stays first; the nth thing of a ranking comes at n times the
+number of rankings at the latest.
 
 Adding up reciprocal places (reciprocal rank fusion, Cormack, Clarke and Buettcher, SIGIR 2009) has no such bound: in a
 log of some dozen messages nearly each stands in both rankings, and a weak one pulls the right message down
