@@ -21,7 +21,7 @@ from kvsteward.engines.vllm import Hints
 from kvsteward.errors import ConfigError, EngineUnavailableError
 from kvsteward.gateway.app import create_app
 from kvsteward.gateway.cork import CorkedProtocol
-from kvsteward.gateway.settings import Mode, Settings, check_selective, load_tenants
+from kvsteward.gateway.settings import Mode, Settings, check_asks, check_selective, load_tenants
 from kvsteward.sessions import open_store
 
 log = logging.getLogger("kvsteward")
@@ -162,6 +162,7 @@ def run(options: ServeOptions) -> None:
     """Serves until SIGINT or SIGTERM. The engine is started by the application and stopped with it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings, specs, store = settings_of(options), engine_specs(options), open_store(options.store)
+    check_asks(settings)
     engines = asyncio.run(reached(specs))
     check_selective(settings, [engine.info for engine in engines])
     listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)

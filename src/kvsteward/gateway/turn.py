@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from kvsteward.context.ask import Ask, Reply
 from kvsteward.context.hygiene import Moved, clean, same_tools
 from kvsteward.context.layout import View
 from kvsteward.context.marks import Marks, load_of
@@ -85,6 +86,9 @@ class Turn:
     """The client's tools as they came, and as the engine is shown them."""
     keep: Keep | None = None
     """What an engine that takes hints is told of the session."""
+    replies: dict[str, Reply] = field(default_factory=dict)
+    asked_s: float = 0.0
+    """What it has asked the engine's model about its own messages, and how long it has waited for that."""
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -233,6 +237,7 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
                 force=force,
                 moved=turn.moved,
                 draft=draft,
+                classified=steward.sorter.before_turn(resolved.session.id),
             ),
         )
     except BaseException:
@@ -254,7 +259,7 @@ def marks_of(steward: Steward, turn: Turn, view: View) -> Marks:
     return with_room(marks) if turn.recall else marks
 
 
-async def ask(steward: Steward, turn: Turn, questions: Generator[Count | Score, Any, Prepared]) -> Prepared:
+async def ask(steward: Steward, turn: Turn, questions: Generator[Count | Score | Ask, Any, Prepared]) -> Prepared:
     """Drives the pipeline: what it asks, the engine answers."""
     answer: Any = None
     while True:
@@ -266,6 +271,8 @@ async def ask(steward: Steward, turn: Turn, questions: Generator[Count | Score, 
         if isinstance(question, Count):
             steward.telemetry.exact_counts.inc()
             answer = await count(turn, question)
+        elif isinstance(question, Ask):
+            answer = await steward.asking.waited(turn, question)
         else:
             answer = await score(steward, turn, question)
 
@@ -312,6 +319,8 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
         "x-kvsteward-tokens-in-view": str(prepared.tokens),
         "x-kvsteward-tokens-saved": str(saved_tokens(resolved, prepared)),
     }
+    if prepared.asked:
+        exchange.reply_headers["x-kvsteward-tokens-asked"] = str(sum(asked.tokens for asked in prepared.asked))
     turn.step("waiting")
     log = AnswerLog(steward, turn, resolved, prepared)
     try:
@@ -335,6 +344,7 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
     if log.view_after is not None:  # only now is the room of this turn free again
         policy = steward.policy(turn.tenant)
         steward.scribe.after_turn(session_id, turn.at, request, log.view_after, prepared.marks, policy, turn.keep)
+        steward.sorter.after_turn(session_id, turn.at, request, log.view_after, prepared.marks, policy)
     if turn.keep is not None and turn.keep.tools:
         steward.note_pause(turn.at.engine, session_id, turn.keep)
 
