@@ -325,6 +325,28 @@ def test_it_outlives_compactions_and_what_was_not_raised_does_not(session: Any):
     assert [p.kind for p in chat.view.epoch.plan] == ["goal", RAISED]
 
 
+def test_it_is_shown_though_its_message_was_shortened_before(session: Any):
+    """A long message lost the sentence on entry, when nobody had raised it, and stays in the view."""
+    wish = "Ideally it has a green door."
+    filler = [f"The house at number {n} was seen by Ms Okonkwo-{n} on 2024-03-{n % 28 + 1:02d}." for n in range(60)]
+    chat = session(2048, policy=Policy(plan=ASKS, summary="extractive", keep_rounds=4))
+    chat.say(user("Find a flat."))
+    for turn in range(4):
+        chat.answer(said("It is fine. " * 40))
+        chat.say(user(f"Tell me more of {turn}."))
+    chat.answer(said("Noted."))
+    chat.say(user(" ".join([*filler[:30], wish, *filler[30:]])))
+    long = chat.view.items[-1]
+    assert not chat.view.epoch.block
+    assert wish not in long.text
+    assert wish in long.said["content"]
+    chat.classified = Classified({long.hash: (Classed(wish, "plan"),)}, Asked("class", "", "used"))
+    chat.answer(said("It is fine."))
+    chat.say(user("And?"), force=True)
+    assert any(item.hash == long.hash for item in chat.view.items)
+    assert any(wish in message["content"] for message in chat.view.render())
+
+
 def test_what_leaves_unasked_is_counted(session: Any):
     chat = session(2048, policy=Policy(plan=ASKS, summary="extractive"))
     chat.say(user("Find a flat."))

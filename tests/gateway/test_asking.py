@@ -203,6 +203,33 @@ async def test_the_time_is_for_all_questions_of_a_turn(start):
     assert sum(purpose(json.loads(r.body)) == "prose" for r in gateway.engine.requests) == 1
 
 
+async def test_a_view_that_is_prepared_twice_asks_and_tells_once(start):
+    """The engine finds the turn's prompt too long, and a shorter one is made."""
+    model = Model(prose=WORDS)
+    gateway = await start(answers=model, settings=replace(PROSE, policy=replace(PROSE.policy, summary="extractive")))
+    early = [m for n in range(6) for m in (user(f"{n} " + "words " * 60), {"role": "assistant", "content": "ok"})]
+    original, refuse = gateway.engine.open, gateway.engine._refuse
+    message = "This model's maximum context length is 8192 tokens."
+    turns = []
+
+    def too_long(request):
+        if purpose(json.loads(request.body)) is None:
+            turns.append(request)
+            if len(turns) == 1:
+                gateway.engine.inject(Fault(status=400))
+        return original(request)
+
+    gateway.engine.open = too_long
+    gateway.engine._refuse = lambda *_: refuse(400, "BadRequestError", message)
+    answer = await gateway.chat(*early, *HISTORY, session="s")
+    assert (answer["status"], len(turns)) == (200, 2)
+    assert len(model.asked) == len(await decided(gateway, "ask")) == asks(gateway, "prose", "used") == 1
+    assert int(answer["headers"]["x-kvsteward-tokens-asked"]) > 500
+    view = await gateway.get("/v1/sessions/s/view")
+    assert view["dropped_messages"] > 0
+    assert any(WORDS in str(m["content"]) for m in view["messages"])
+
+
 async def test_off_nobody_is_asked(start):
     model = Model()
     gateway = await start(answers=model)

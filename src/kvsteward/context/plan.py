@@ -292,9 +292,10 @@ def _reported(promise: str, said: str) -> bool:
 
 
 def carried(plan: Iterable[PlanItem], kept: Iterable[Item]) -> list[PlanItem]:
-    """The items whose message is not among those kept, oldest first."""
-    hashes = {item.hash for item in kept}
-    return [item for item in plan if item.source not in hashes]
+    """The items whose message is not among those kept, oldest first; and what was raised in one that had been shortened
+    before."""
+    shown = {item.hash: item.text for item in kept}
+    return [p for p in plan if p.source not in shown or (p.kind == RAISED and p.text not in shown[p.source])]
 
 
 def shown_texts(message: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvsteward.context.ask import Ask, Reply
-from kvsteward.engines.base import EngineRequest
+from kvsteward.engines.base import Engine, EngineRequest
 from kvsteward.errors import ContextOverflowError, EngineError, OverloadedError
 from kvsteward.gateway.fleet import Station
 from kvsteward.gateway.upstream import PATH, for_engine
@@ -90,7 +90,7 @@ class Asking:
         body = encode(
             base, messages=for_engine(at.info, question.messages), stream=True, max_tokens=question.max_tokens
         )
-        status, reader = await heard(at, EngineRequest(PATH, body, request_id))
+        status, reader = await heard(at.engine, EngineRequest(PATH, body, request_id))
         seconds = self._steward.now() - started
         if reader is None:
             if question.schema is not None:
@@ -103,10 +103,10 @@ class Asking:
         return Reply(text, reader.finish != "length", prompt, output, seconds, failed)
 
 
-async def heard(at: Station, request: EngineRequest) -> tuple[int, AnswerReader | None]:
+async def heard(engine: Engine, request: EngineRequest) -> tuple[int, AnswerReader | None]:
     """The status, and the whole answer where it is 200 and not over its bound."""
     reader, splitter, received = AnswerReader(), EventSplitter(), 0
-    async with at.engine.open(request) as reply:
+    async with engine.open(request) as reply:
         if reply.status != 200:
             return reply.status, None
         async for chunk in reply.chunks():

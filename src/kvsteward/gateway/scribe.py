@@ -171,7 +171,7 @@ class Scribe:
         async with work.at.gate.spare(demand) as has_room:
             if not has_room:
                 return None
-            status, reader = await heard(work.at, request)
+            status, reader = await heard(work.at.engine, request)
         if reader is None:
             if question.schema is not None:
                 steward.asking.schema_refused(work.at, status)

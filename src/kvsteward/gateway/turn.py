@@ -89,6 +89,8 @@ class Turn:
     replies: dict[str, Reply] = field(default_factory=dict)
     asked_s: float = 0.0
     """What it has asked the engine's model about its own messages, and how long it has waited for that."""
+    told: bool = False
+    """What became of these questions is in the log."""
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -243,9 +245,10 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
     except BaseException:
         await asyncio.shield(desk.log_arrivals(resolved, None, recorded))
         raise
-    prepared = replace(prepared, view=replace(prepared.view, tools=turn.tools))
+    asked = () if turn.told else prepared.asked
+    prepared = replace(prepared, view=replace(prepared.view, tools=turn.tools), asked=asked)
     await desk.log_arrivals(resolved, prepared, recorded)
-    turn.open_in = resolved.session.id
+    turn.open_in, turn.told = resolved.session.id, True
     if prepared.epoch is not None:
         steward.scribe.after_compaction(resolved.session.id)
     steward.count_prepared(prepared, steward.now() - started)
