@@ -24,7 +24,9 @@ from typing import Any
 import hypothesis
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
 from kvsteward.engines.embedded import default_model
+from valkey_server import Server as ValkeyServer
 
 ROOT = Path(__file__).resolve().parents[1]
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -114,6 +116,21 @@ class RealEngine:
                 return True
             time.sleep(0.02)
         return self.running() == 0
+
+
+@pytest.fixture(scope="session")
+def _valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def valkey_server(_valkey_server: ValkeyServer) -> ValkeyServer:
+    """The run's Valkey, empty."""
+    _valkey_server.client.flushall()
+    _valkey_server.client.config_set("maxmemory", 0)
+    return _valkey_server
 
 
 @pytest.fixture(scope="session")

@@ -56,7 +56,13 @@ def serve(
     upstream_key: Annotated[
         str | None, typer.Option(help="API key that the engine asks for.", envvar="KVSTEWARD_UPSTREAM_KEY")
     ] = None,
-    store: Annotated[str | None, typer.Option(help="Session log: a file, `sqlite:///FILE` or `memory:`.")] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Session log: a file, `sqlite:///FILE`, `memory:`, or `valkey://HOST:PORT/DB`, which several gateways "
+            "may share (`valkeys://` with TLS; USER:PASSWORD@ before the host)."
+        ),
+    ] = None,
     budget: Annotated[
         int | None, typer.Option(help="KV budget of one session in tokens. Default: the engine's context.")
     ] = None,
@@ -106,6 +112,26 @@ def serve(
     recall: Annotated[
         bool, typer.Option("--recall", help="Offer the model a tool that returns what left its view.")
     ] = False,
+    embeddings: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of a server with OpenAI's `/v1/embeddings`: recall finds by meaning too, not by words alone. "
+            "Needs `kvsteward[embeddings]`. Default: off."
+        ),
+    ] = None,
+    embeddings_model: Annotated[str | None, typer.Option(help="The model that it is asked for.")] = None,
+    embeddings_key: Annotated[
+        str | None, typer.Option(help="API key that it asks for.", envvar="KVSTEWARD_EMBEDDINGS_KEY")
+    ] = None,
+    embeddings_dimensions: Annotated[
+        int | None, typer.Option(help="Length of its vectors, where the model leaves the choice.")
+    ] = None,
+    embeddings_query_prefix: Annotated[
+        str, typer.Option(help="What the model wants before a question, `search_query: ` for one.")
+    ] = "",
+    embeddings_text_prefix: Annotated[
+        str, typer.Option(help="What it wants before a text, `search_document: ` for one.")
+    ] = "",
     hints: Annotated[
         str,
         typer.Option(
@@ -127,6 +153,9 @@ def serve(
         log_days=log_days, policy=policy, high_water=high_water,
         low_water=low_water, memory_price=memory_price, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
         selective=selective, max_body_mib=max_body_mib, recall=recall, tenants=tenants, hints=hints,
+        embeddings=embeddings, embeddings_model=embeddings_model, embeddings_key=embeddings_key,
+        embeddings_dimensions=embeddings_dimensions, embeddings_query_prefix=embeddings_query_prefix,
+        embeddings_text_prefix=embeddings_text_prefix,
     )  # fmt: skip
     run(options)
 

@@ -145,7 +145,8 @@ def test_a_snapshot_names_the_largest_and_adds_up_the_others():
     pool = Pool(40)
     for number in range(8):
         pool.turn(f"s{number}", number + 1, pause_s=10)
-    data = snapshot(pool.steward.figures(), 3, max_named=3)
+    data = snapshot(pool.steward.figures(), 3, {"step": 0.25}, max_named=3)
+    assert data["waits_s"] == {"step": 0.25}
     assert {name: blocks for name, (blocks, _) in data["sessions"].items()} == {"s7": 8, "s6": 7, "s5": 6}
     assert data["sessions"]["s7"][1] == 10.0
     assert data["others"] == [5, 1 + 2 + 3 + 4 + 5]

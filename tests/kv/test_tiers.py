@@ -531,6 +531,7 @@ def test_what_left_host_memory_too_comes_back_from_below(engines, tmp_path):
     assert engine.whole_turn("a", 30) == 28
     figures = engine.tiers.figures()
     assert figures["store"]["staged"] == {"disk": 7}
+    assert figures["turns"] == 0
     assert engine.tiers.loads.counts.waits > 0
 
 
@@ -569,8 +570,10 @@ def test_blocks_that_come_too_late_are_computed(engines, tmp_path):
     engine.tiers.loads._within_s = 0.05
     assert engine.admit(turn) is None
     time.sleep(0.06)
+    now[0] = 0.25
     assert engine.admit(turn) is True
     assert turn.num_computed_tokens == 0
+    assert engine.tiers.loads.counts.longest_wait_s == 0.25
     gate.set()
     while turn in engine.running:
         engine.step()

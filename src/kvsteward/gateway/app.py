@@ -38,6 +38,7 @@ from kvsteward.gateway.asking import Asking
 from kvsteward.gateway.auth import tenant_of
 from kvsteward.gateway.desk import Desk, Resolved
 from kvsteward.gateway.fleet import Fleet, Station
+from kvsteward.gateway.librarian import Librarian
 from kvsteward.gateway.relay import ClientGone, Exchange
 from kvsteward.gateway.scribe import Scribe
 from kvsteward.gateway.settings import Settings, Tenant, check_asks, check_selective
@@ -75,6 +76,7 @@ class Steward:
         self.asking = Asking(self)
         self.scribe = Scribe(self)
         self.sorter = Sorter(self)
+        self.librarian = self._librarian(settings, store)
         self.samples: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
         self.recent_ttft_s: deque[float] = deque(maxlen=200)
         self.prompt_tokens_total = 0
@@ -82,6 +84,10 @@ class Steward:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ended: dict[str, Counter] = {}
         self._notes = 0
+
+    def _librarian(self, settings: Settings, store: SessionStore) -> Librarian | None:
+        """Raises ConfigError where the store keeps no vectors, or what keeps them is not installed."""
+        return Librarian(self, settings.embeddings, store.vectors()) if settings.embeddings else None
 
     @staticmethod
     def now() -> float:
@@ -100,6 +106,8 @@ class Steward:
         recovered = await self.desk.call(self.desk.store.recover, now=self.wall())
         if recovered:
             log.warning("recovered %d answers that a crash had interrupted", recovered)
+        if self.librarian is not None:
+            self.librarian.start()
         self._spawn(self._sweep())
         for station in self.fleet.stations:
             self._spawn(self._watch(station))
@@ -111,6 +119,8 @@ class Steward:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.scribe.close()
         await self.sorter.close()
+        if self.librarian is not None:
+            await self.librarian.close()
         for station in self.fleet.stations:
             await station.engine.close()
         await self.desk.close()
@@ -280,6 +290,7 @@ class Steward:
                 log.error("cannot sweep the sessions: %s", error.message)
 
     async def sweep(self) -> int:
+        await self.desk.settle()
         expired = await self.desk.call(
             self.desk.store.sweep, now=self.wall(), log_retention_s=self.settings.log_retention_s
         )
@@ -292,6 +303,8 @@ class Steward:
         self.desk.forget(session.id)
         self.scribe.forget(session.id)
         self.sorter.forget(session.id)
+        if self.librarian is not None:
+            self.librarian.forget(session.id)
         station = self.fleet.station_of(session.id, session.engine)
         self.fleet.forget(session.id)
         if station is not None:

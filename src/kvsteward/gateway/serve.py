@@ -16,6 +16,7 @@ import uvicorn
 from kvsteward.context.marks import Policy
 from kvsteward.context.policies import load_policy, with_options
 from kvsteward.engines.base import Engine
+from kvsteward.engines.embeddings import EmbeddingOptions
 from kvsteward.engines.registry import EngineSpec, Kind, create_engine, resolve
 from kvsteward.engines.vllm import Hints
 from kvsteward.errors import ConfigError, EngineUnavailableError
@@ -58,6 +59,12 @@ class ServeOptions:
     recall: bool
     tenants: Path | None
     hints: str = "auto"
+    embeddings: str | None = None
+    embeddings_model: str | None = None
+    embeddings_key: str | None = None
+    embeddings_dimensions: int | None = None
+    embeddings_query_prefix: str = ""
+    embeddings_text_prefix: str = ""
 
 
 def settings_of(options: ServeOptions) -> Settings:
@@ -76,10 +83,34 @@ def settings_of(options: ServeOptions) -> Settings:
             selective=options.selective,
         ),
         recall=options.recall,
+        embeddings=embeddings_of(options),
         ttl_s=options.ttl_s,
         log_retention_s=options.log_days * 86_400,
         max_body_bytes=options.max_body_mib * 2**20,
         keys=load_tenants(options.tenants) if options.tenants else {},
+    )
+
+
+def embeddings_of(options: ServeOptions) -> EmbeddingOptions | None:
+    """Raises ConfigError where something is said of a model and not where it is."""
+    said = {
+        "model": options.embeddings_model,
+        "dimensions": options.embeddings_dimensions,
+        "query-prefix": options.embeddings_query_prefix,
+        "text-prefix": options.embeddings_text_prefix,
+    }
+    if options.embeddings is None:
+        idle = next((name for name, value in said.items() if value), None)
+        if idle is not None:
+            raise ConfigError(f"--embeddings-{idle} says nothing without --embeddings", hint="Give --embeddings URL.")
+        return None
+    return EmbeddingOptions(
+        options.embeddings,
+        options.embeddings_model or "",
+        options.embeddings_key,
+        options.embeddings_dimensions,
+        options.embeddings_query_prefix,
+        options.embeddings_text_prefix,
     )
 
 
@@ -163,6 +194,8 @@ def run(options: ServeOptions) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings, specs, store = settings_of(options), engine_specs(options), open_store(options.store)
     check_asks(settings)
+    if settings.embeddings is not None:
+        store.vectors()  # raises what is wrong with it before anybody is waited for
     engines = asyncio.run(reached(specs))
     check_selective(settings, [engine.info for engine in engines])
     listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)

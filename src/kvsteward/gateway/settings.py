@@ -15,6 +15,7 @@ import yaml
 from kvsteward.context.marks import Policy
 from kvsteward.context.policies import load_policy
 from kvsteward.engines.base import EngineInfo
+from kvsteward.engines.embeddings import EmbeddingOptions
 from kvsteward.errors import ConfigError
 from kvsteward.policy.admission import Limits
 from kvsteward.policy.retention import WEIGHTS
@@ -51,6 +52,8 @@ class Settings:
     """Offer the model a tool that returns what left its view. `X-KVSteward-Recall` says otherwise for a request."""
     recall_rounds: int = 3
     """How often one turn may look something up."""
+    embeddings: EmbeddingOptions | None = None
+    """Who makes vectors of the logs, so that recall finds by meaning too. None: by words alone."""
     ttl_s: float = 1_800.0
     log_retention_s: float = 30 * 86_400.0
     max_body_bytes: int = 64 * 2**20

@@ -73,6 +73,20 @@ class Telemetry:
             registry=r,
         )
         self.recalls = Counter("kvsteward:recalls", "Calls of the recall tool that were answered", registry=r)
+        self.recall_searches = Counter(
+            "kvsteward:recall_searches",
+            "Searches by meaning: fused, or why they went by words alone: timeout, unavailable, refused, unusable, "
+            "resting, no_vectors",
+            ["outcome"],
+            registry=r,
+        )
+        self.embedded = Counter(
+            "kvsteward:embedded_texts",
+            "Passages of logs: stored, adopted (known from a branch), refused by the endpoint; and sessions: failed, "
+            "given_up, dropped",
+            ["outcome"],
+            registry=r,
+        )
         self.exact_counts = Counter("kvsteward:exact_counts", "Prompts that the engine was asked to count", registry=r)
         self.ttft = Histogram("kvsteward:ttft_seconds", "Time to the first token", buckets=_SECONDS, registry=r)
         self.queue_time = Histogram(

@@ -348,6 +348,8 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
         policy = steward.policy(turn.tenant)
         steward.scribe.after_turn(session_id, turn.at, request, log.view_after, prepared.marks, policy, turn.keep)
         steward.sorter.after_turn(session_id, turn.at, request, log.view_after, prepared.marks, policy)
+    if steward.librarian is not None:
+        steward.librarian.after_turn(session_id)
     if turn.keep is not None and turn.keep.tools:
         steward.note_pause(turn.at.engine, session_id, turn.keep)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +13,8 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from kv_proxy import own_certificate, proxied, tls_server
 from support import BLOCK_BYTES, OURS, Server
 
 from kvsteward.kv.blocks import BlockStore, HostPool
@@ -19,19 +23,10 @@ from kvsteward.kv.blocks.tier import Tier
 from kvsteward.kv.blocks.valkey import ValkeyTier
 
 
-@pytest.fixture(scope="session")
-def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("valkey"))
-    yield server
-    server.kill()
-
-
 @pytest.fixture
-def server(_server: Server) -> Server:
+def server(valkey_server: Server) -> Server:
     """The session's server, empty."""
-    _server.client.flushall()
-    _server.client.config_set("maxmemory", 0)
-    return _server
+    return valkey_server
 
 
 @pytest.fixture
@@ -65,12 +60,25 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
         made.check()
 
 
-@pytest.fixture(params=["disk", "valkey"])
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A server's certificate and key, for 127.0.0.1."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl, which makes certificates")
+    return own_certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(params=["disk", "valkey", "valkey over TLS"])
 def lower(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     """Each real tier below the host pool."""
-    if request.param == "disk":
-        tier: Tier = DiskTier(tmp_path / "blocks", 64 << 20)
-    else:
-        tier = ValkeyTier(request.getfixturevalue("server").url, namespace=OURS.digest().hex())
-    yield tier
-    tier.close()
+    with contextlib.ExitStack() as stack:
+        if request.param == "disk":
+            tier: Tier = DiskTier(tmp_path / "blocks", 64 << 20)
+        else:
+            server, url = request.getfixturevalue("server"), request.getfixturevalue("server").url
+            if request.param != "valkey":
+                pair = request.getfixturevalue("certificate")
+                url = stack.enter_context(proxied(server.port, tls_server(*pair))).url + f"?ssl_ca_certs={pair[0]}"
+            tier = ValkeyTier(url, namespace=OURS.digest().hex())
+        yield tier
+        tier.close()

@@ -73,7 +73,7 @@ def test_checksums_are_made_where_they_are_cheap(make, monkeypatch, inline):
     """By the thread that writes, or by one of its own: the same records, in each of two tiers."""
     tiers = [MemoryTier("first"), MemoryTier("second")]
     store = make(tiers)
-    monkeypatch.setattr(store, "_inline", inline)
+    monkeypatch.setattr(store._behind, "inline", inline)
     fill(store, 5)
     assert tiers[0].records == tiers[1].records
     store.host.clear()
@@ -175,6 +175,25 @@ def test_a_full_queue_drops_and_counts_and_the_block_stays_here(make):
     tier.gate.set()
     assert store.flush(PATIENCE_S)
     assert set(tier.records) == set(KEYS[:2])
+
+
+def test_the_end_of_a_session_overtakes_no_block_and_none_overtakes_it(make):
+    """Also where several threads write to a tier: all that was put before is gone, all that came after is there."""
+    tier = MemoryTier()
+    tier.writers = 3
+    store = make([tier], slots=20, batch_blocks=2)
+    tier.gate.clear()
+    for n in range(8):
+        assert store.put(KEYS[n], memoryview(BLOCKS[n]), "s")
+    for _ in range(3):
+        assert tier.waiting.acquire(timeout=PATIENCE_S)  # three writes are under way at once
+    store.forget_session("s")
+    for n in range(8, 12):
+        assert store.put(KEYS[n], memoryview(BLOCKS[n]), "s")
+    tier.gate.set()
+    assert store.flush(PATIENCE_S)
+    assert set(tier.records) == set(KEYS[8:12])
+    assert tier.sessions == {"s": set(KEYS[8:12])}
 
 
 def test_a_pool_whose_blocks_all_wait_to_be_written_drops_puts(make):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from kv_proxy import Trap, own_certificate, proxied, tls_server
 from support import OURS, PATIENCE_S, Server, block, free_port, keys, loaded, wait
 
 from kvsteward.errors import ConfigError
@@ -34,40 +35,6 @@ def until(true, what: str) -> None:
     while not true():
         assert time.monotonic() < end, what
         time.sleep(0.005)
-
-
-@contextlib.contextmanager
-def slow(port: int, latency_s: float) -> Iterator[str]:
-    """A proxy that hands on what the server says `latency_s` late."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    open_: list[socket.socket] = [listener]
-
-    def pump(source: socket.socket, to: socket.socket, late_s: float) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                time.sleep(late_s)
-                to.sendall(data)
-            to.shutdown(socket.SHUT_WR)
-
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = listener.accept()
-                server = socket.create_connection(("127.0.0.1", port))
-                open_.extend((client, server))
-                threading.Thread(target=pump, args=(client, server, 0.0), daemon=True).start()
-                threading.Thread(target=pump, args=(server, client, latency_s), daemon=True).start()
-
-    thread = threading.Thread(target=accept, daemon=True)
-    thread.start()
-    try:
-        yield f"valkey://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        for one in open_:
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-        thread.join(5)
 
 
 @contextlib.contextmanager
@@ -209,7 +176,8 @@ def test_kill_in_the_middle_of_a_store(own_server, make):
 
 def test_200_ms_more_cost_time_and_nothing_else(server, make):
     """The deadline is kept; with time enough the blocks come."""
-    with slow(server.port, 0.2) as url, opened(url, timeout_s=5) as tier:
+    with proxied(server.port) as proxy, opened(proxy.url, timeout_s=5) as tier:
+        proxy.late_s = 0.2
         store = make([tier], slots=8)
         for n in range(4):
             assert store.put(KEYS[n], memoryview(BLOCKS[n]))
@@ -265,13 +233,21 @@ def test_a_server_that_talks_nonsense_is_a_miss(make):
         thread.join(5)
 
 
-def test_a_cluster_works_with_the_same_keys(tmp_path, make):
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_cluster_works_with_the_same_keys(tmp_path, make, tls, request):
     """One node that has all slots; commands for several slots go in one pipeline."""
     server = Server(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.kill)
+        url = server.url
         server.client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
         until(lambda: server.client.execute_command("CLUSTER INFO")["cluster_state"] == "ok", "no cluster")
-        with opened(server.url, cluster=True) as tier:
+        if tls:
+            pair = request.getfixturevalue("certificate")
+            proxy = stack.enter_context(proxied(server.port, tls_server(*pair)))
+            server.client.config_set("cluster-announce-port", proxy.port)
+            url = f"{proxy.url}?ssl_ca_certs={pair[0]}"
+        with opened(url, cluster=True) as tier:
             store = make([tier], slots=16)
             for n in range(12):
                 assert store.put(KEYS[n], memoryview(BLOCKS[n]), "s")
@@ -284,8 +260,6 @@ def test_a_cluster_works_with_the_same_keys(tmp_path, make):
             store.host.clear()
             assert loaded(store, KEYS[:1]) == []
             server.start()
-    finally:
-        server.kill()
 
 
 # settings
@@ -302,6 +276,76 @@ def test_a_url_that_is_none_is_refused_without_its_password():
     with pytest.raises(ConfigError) as caught:
         ValkeyTier("http://:secret@localhost")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "valkey://localhost?nonsense=1",
+        "unix:///tmp/socket?ssl_ca_certs=/dev/null",
+        "valkeys://localhost?ssl_ca_certs=/no/such/file",
+        "valkeys://localhost?ssl_cert_reqs=maybe",
+        "valkey://localhost?socket_timeout=soon",
+    ],
+)
+def test_a_url_that_cannot_work_is_refused_at_the_start(wrong, cluster):
+    with pytest.raises(ConfigError, match="Valkey URL"):
+        ValkeyTier(wrong, cluster=cluster)
+
+
+# TLS
+
+
+def test_a_server_with_a_certificate_that_nobody_trusts_gets_and_gives_nothing(server, certificate, make):
+    with proxied(server.port, tls_server(*certificate)) as proxy:
+        with opened(proxy.url) as tier:
+            store = make([tier])
+            assert store.put(KEYS[0], memoryview(BLOCKS[0]))
+            assert store.flush(PATIENCE_S)
+            assert tier.figures().refused == {"error": 1}
+            assert loaded(store, KEYS[1:2]) == []
+            assert store.figures().misses == {"error": 1}
+            assert server.client.dbsize() == 0
+        with opened(f"{proxy.url}?ssl_cert_reqs=none") as tier:
+            assert tier.write([Write(KEYS[0], (record(0),))]) == [None]
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+def test_a_certificate_of_another_host_is_no_good(server, tmp_path, certificate, cluster):
+    pair = own_certificate(tmp_path, "127.0.0.2")
+    with proxied(server.port, tls_server(*pair)) as proxy:
+        url = f"{proxy.url}?ssl_ca_certs={pair[0]}"
+        with opened(url, cluster=cluster) as tier:
+            answer = tier.holds(KEYS[:1])
+            assert isinstance(answer, Miss)
+            assert answer.reason is Reason.ERROR
+            assert cluster or "IP address mismatch" in answer.detail
+        if not cluster:
+            with opened(f"{url}&ssl_check_hostname=false") as tier:
+                assert tier.holds(KEYS[:1]) == [False]
+
+
+def test_plain_words_to_a_server_that_wants_tls_are_a_miss(server, certificate):
+    with proxied(server.port, tls_server(*certificate)) as proxy, opened(f"valkey://127.0.0.1:{proxy.port}") as tier:
+        assert isinstance(tier.holds(KEYS[:1]), Miss)
+
+
+def test_large_blocks_and_a_kill_in_the_middle_of_a_load_over_tls(own_server, certificate):
+    """What came before the kill is whole, the rest is missed."""
+    contents = [block(("large", n), LARGE) for n in range(8)]
+    with (
+        proxied(own_server.port, tls_server(*certificate)) as proxy,
+        opened(f"{proxy.url}?ssl_ca_certs={certificate[0]}") as tier,
+    ):
+        assert tier.write([Write(KEYS[n], (record(n, contents[n]),)) for n in range(8)]) == [None] * 8
+        rooms = [memoryview(bytearray(LARGE + 4096)) for _ in range(8)]
+        assert tier.read(KEYS[:8], rooms) == [record(n, contents[n]) for n in range(8)]
+        proxy.answers = Trap(3 * LARGE + LARGE // 2, own_server.kill)
+        assert {type(answer) for answer in tier.read(KEYS[:8], rooms)} == {Miss}
+        assert proxy.answers.sprung.is_set()
+        own_server.start()
+        until(lambda: tier.write([Write(KEYS[0], (record(0),))]) == [None], "the server was not found again")
 
 
 def test_redis_urls_name_the_same_server(server):

@@ -21,8 +21,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from kvsteward.errors import ConfigError
 from kvsteward.kv.blocks.breaker import Breaker
@@ -52,12 +54,17 @@ def client_module() -> ModuleType:
 
 class ValkeyTier(Tier):
     """`url` as the client takes it (`valkey://`, `valkeys://` for TLS, `unix://`; `redis://` too); with `cluster` it
-    names one node. `namespace` keeps the session indexes of deployments and tenants apart: give the fingerprint's
-    digest in hex.
+    names one node. TLS takes `ssl_ca_certs`, `ssl_certfile` and `ssl_keyfile` in its query; the certificate must be
+    valid and for that host, unless `ssl_check_hostname=false` or `ssl_cert_reqs=none` are there too. `namespace` keeps
+    the session indexes of deployments and tenants apart: give the fingerprint's digest in hex. Raises ConfigError on a
+    URL that cannot work.
 
     `ttl_s` is the time to live of blocks that are put without one, None for none. `timeout_s` bounds each wait on a
     socket, `connect_timeout_s` a connection. `failures`, `backoff_s`, `max_backoff_s`: see `breaker`.
     """
+
+    writers = 2
+    """One makes checksums while the other sends."""
 
     def __init__(
         self,
@@ -96,11 +103,10 @@ class ValkeyTier(Tier):
         for foreign, ours in (("redis://", "valkey://"), ("rediss://", "valkeys://")):
             if url.startswith(foreign):
                 url = ours + url.removeprefix(foreign)
-        if cluster:
-            settings |= {"cluster_error_retry_attempts": 1}
-            self._connect: Callable[[], Any] = lambda: valkey.ValkeyCluster.from_url(url, **settings)
-            return
-        if "protocol=" not in url and hasattr(valkey.Connection(), "_sock"):
+        if url.startswith("valkeys://"):
+            settings["connection_class"] = _secured(valkey.SSLConnection, url)
+            url = "valkey://" + url.removeprefix("valkeys://")  # the URL's own class would win
+        if not cluster and "protocol=" not in url and hasattr(valkey.Connection(), "_sock"):
             settings["parser_class"] = functools.partial(
                 Replies,
                 self._room_for,
@@ -109,9 +115,12 @@ class ValkeyTier(Tier):
                 errors.ConnectionError,
             )
         try:
-            self._client = valkey.Valkey.from_url(url, **settings)
-        except ValueError as error:
+            valkey.Valkey.from_url(url, **settings).connection_pool.make_connection()  # connects to nobody
+            self._client = None if cluster else valkey.Valkey.from_url(url, **settings)
+        except (TypeError, ValueError, errors.ValkeyError) as error:
             raise ConfigError(f"the Valkey URL cannot be used: {error}") from error
+        settings |= {"cluster_error_retry_attempts": 1}
+        self._connect: Callable[[], Any] = lambda: valkey.ValkeyCluster.from_url(url, **settings)
 
     def _run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any] | Miss:
         """The answers, an error answer among them as an exception; Miss where the server could not be asked."""
@@ -256,6 +265,23 @@ class ValkeyTier(Tier):
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
+
+
+def _secured(connection: Any, url: str) -> type:
+    """A TLS connection that asks for a certificate of that host; the client's own takes one of any host. Raises
+    ConfigError where a file is missing."""
+    query = dict(parse_qsl(urlsplit(url).query))
+    for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
+        if name in query and not Path(query[name]).is_file():
+            raise ConfigError(f"{name} of the Valkey URL is no file: {query[name]}")
+    for_host = query.get("ssl_check_hostname", "true").lower() not in ("false", "no", "0")
+    for_host &= query.get("ssl_cert_reqs") != "none"
+
+    class Secured(connection):  # type: ignore[misc]
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**{**settings, "ssl_check_hostname": for_host})
+
+    return Secured
 
 
 def name_of(key: bytes) -> bytes:

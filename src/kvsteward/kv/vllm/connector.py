@@ -25,9 +25,10 @@ from kvsteward.errors import ProtocolError
 from kvsteward.kv.vllm import compat, options, stats, tiers
 from kvsteward.kv.vllm.copies import Place, Shape
 from kvsteward.kv.vllm.hints import Told, parse
+from kvsteward.kv.vllm.learned import Learned
 from kvsteward.kv.vllm.loads import Moves
 from kvsteward.kv.vllm.snapshot import snapshot
-from kvsteward.kv.vllm.steward import Steward
+from kvsteward.kv.vllm.steward import MAX_OWNERS, Steward
 from kvsteward.kv.vllm.worker import Report, Worker
 
 FIGURES_EVERY_S = 5.0
@@ -51,12 +52,14 @@ class Parts(compat.KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class Did(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to scheduler, once a step."""
+    """Workers to scheduler, once a step. `took_s`: how long the slowest one copied."""
 
     report: Report
+    took_s: float = 0.0
 
     def aggregate(self, other: Any) -> Did:
         self.report.add(other.report)
+        self.took_s = max(self.took_s, other.took_s)
         return self
 
 
@@ -72,11 +75,15 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._figures_at = -FIGURES_EVERY_S
         self._pool: Any = None
         self._steward: Steward | None = None
+        self._learned = Learned(self._options.learned_path, time.monotonic())
         self._told: dict[str, Told] = {}
         self._matched = ("", 0)
         """The request that is being scheduled, and how many of its tokens the pool has."""
         self._tiers: tiers.Tiers | None = None
         self._worker: Worker | None = None
+        self._took_s = 0.0
+        """In the scheduler or in this worker: what the step that is under way has waited for us."""
+        self._longest_step_s = self._longest_copy_s = 0.0
         self._deaf = False
         self._news_at = -stats.EVERY_S
         self._heard = 0
@@ -103,7 +110,13 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             log.warning("kvsteward: prefix caching is off, there is nothing to keep")
             return
         blocks = compat.free_blocks(gpu_block_pool)
-        steward = Steward(blocks, time.monotonic, block_tokens=self._block_tokens, reorder_s=self._options.reorder_s)
+        steward = Steward(
+            blocks,
+            time.monotonic,
+            block_tokens=self._block_tokens,
+            reorder_s=self._options.reorder_s,
+            returns=self._learned.returns(MAX_OWNERS),
+        )
         steward.free.on_fault(self._give_up)
         compat.replace(gpu_block_pool, steward.free)
         self._steward = steward
@@ -194,6 +207,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             step.moves = self._tiers.rescue()
         with self._guard():
             self._write_figures()
+        self._longest_step_s, self._took_s = max(self._longest_step_s, self._took_s), 0.0
         return step
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -205,6 +219,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
                     self._kv_cache_manager, self._pool, below.loads.running, connector_output.invalid_block_ids
                 )
             did = connector_output.kv_connector_worker_meta
+            self._longest_copy_s = max(self._longest_copy_s, did.took_s if did is not None else 0.0)
             below.heard(did.report if did is not None else Report())
 
     def has_pending_push_work(self) -> bool:
@@ -218,7 +233,8 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             now = time.monotonic()
             if steward is not None and now - self._news_at >= stats.EVERY_S:
                 self._news_at = now
-                return stats.SessionStats(snapshot(steward.figures(), self._heard))
+                self._learned.save(steward.returns, now)
+                return stats.SessionStats(snapshot(steward.figures(), self._heard, self._waits()))
         return None
 
     def reset_cache(self) -> bool | None:
@@ -246,11 +262,13 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         if self._worker is not None and kv_connector_metadata.moves:
             places = kv_connector_metadata.places
-            self._worker.before(kv_connector_metadata.moves, places[compat.rank()] if places else None)
+            with self._timed():
+                self._worker.before(kv_connector_metadata.moves, places[compat.rank()] if places else None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None and self._connector_metadata is not None:
-            self._worker.load(self._connector_metadata.moves)
+            with self._timed():
+                self._worker.load(self._connector_metadata.moves)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -260,18 +278,22 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
 
     def wait_for_save(self) -> None:
         if self._worker is not None and self._connector_metadata is not None:
-            self._worker.save(self._connector_metadata.moves)
+            with self._timed():
+                self._worker.save(self._connector_metadata.moves)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.bad() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> Did | None:
+        took_s, self._took_s = self._took_s, 0.0
         report = self._worker.report() if self._worker is not None else None
-        return Did(report) if report is not None else None
+        return Did(report, took_s) if report is not None else None
 
     # both
 
     def shutdown(self) -> None:
+        with self._guard() as steward:
+            self._learned.close(steward.returns if steward is not None else None)
         if self._tiers is not None:
             self._tiers.close()
             self._tiers = None
@@ -310,6 +332,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             "turns": figures.turns,
             "refused_hints": figures.refused_hints,
             "lru": figures.lru,
+            "longest_waits_s": self._waits(),
             "sessions": {s: {"blocks": n, "tokens": figures.tokens(s)} for s, n in figures.sessions.items()},
         }
         if self._tiers is not None:
@@ -318,22 +341,46 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         fresh.write_text(json.dumps(body))
         os.replace(fresh, path)  # noqa: PTH105  # readers never see half a file
 
+    def _waits(self) -> dict[str, float]:
+        """Seconds, the longest ones so far: what one step waited for our part of the scheduler, and for copies; what a
+        request waited for blocks from below."""
+        below = self._tiers
+        return {
+            "step": self._longest_step_s,
+            "copy": self._longest_copy_s,
+            "request": below.loads.counts.longest_wait_s if below is not None else 0.0,
+        }
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._took_s += time.monotonic() - began_s
+
     @contextlib.contextmanager
     def _guard(self) -> Iterator[Steward | None]:
         """The engine must outlive any fault of ours."""
+        began_s = time.monotonic()
         try:
             yield self._steward
         except Exception as error:  # noqa: BLE001  # whatever it is, the engine goes on without us
             self._give_up(error)
+        finally:
+            self._took_s += time.monotonic() - began_s
 
     @contextlib.contextmanager
     def _guard_tiers(self) -> Iterator[tiers.Tiers | None]:
         below = self._tiers if self._tiers is not None and not self._tiers.given_up else None
+        began_s = time.monotonic()
         try:
             yield below
         except Exception as error:  # noqa: BLE001  # whatever it is, the engine goes on without tiers
             if below is not None:
                 below.give_up(error)
+        finally:
+            self._took_s += time.monotonic() - began_s
 
     def _give_up(self, error: Exception) -> None:
         steward, self._steward = self._steward, None

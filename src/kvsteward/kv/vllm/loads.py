@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvsteward.kv.blocks import BlockStore, Ticket, key
+from kvsteward.kv.blocks import BlockStore, Filling, Ticket, key
 from kvsteward.kv.blocks.cost import LoadOrRecompute
-from kvsteward.kv.blocks.store import Filling
 
 MAX_KNOWN = 1 << 16
 LOWER = "lower"
@@ -91,7 +90,7 @@ class _Step:
 @dataclass(slots=True)
 class Counts:
     """Tokens. `waits`: answers "ask again"; `lost`: steps that a worker could not do; `no_slot`: blocks that found
-    every slot in use."""
+    every slot in use. `longest_wait_s`: of a request, from its first question to the answer."""
 
     loaded_tokens: int = 0
     loads: int = 0
@@ -99,6 +98,7 @@ class Counts:
     waits: int = 0
     lost: int = 0
     no_slot: int = 0
+    longest_wait_s: float = 0.0
 
 
 class Loads:
@@ -316,8 +316,10 @@ class Loads:
 
     def _heard(self, turn: _Turn, there: int) -> None:
         turn.answered = True
+        waited_s = self._clock() - turn.asked_s
+        self.counts.longest_wait_s = max(self.counts.longest_wait_s, waited_s)
         if there > turn.here:
-            self.cost.loaded(LOWER, there - turn.here, self._clock() - turn.asked_s)
+            self.cost.loaded(LOWER, there - turn.here, waited_s)
         for name in self._keys(turn)[turn.first + there :]:  # it did not come, whatever was believed
             self._known.pop(name, None)
 

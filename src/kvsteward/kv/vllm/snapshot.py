@@ -4,7 +4,8 @@
      "heard": 7,                                       words of the endpoint plug-in
      "sessions": {"s-1": [12, 3.5]},                  blocks and idle seconds of the largest sessions
      "others": [3, 40],                               sessions and blocks that are not named
-     "hints": {"released": 2, "kept": 30, "refused": 0}}   totals since the start
+     "hints": {"released": 2, "kept": 30, "refused": 0},   totals since the start
+     "waits_s": {"step": 0.002, "copy": 0.01, "request": 0.4}}   the longest since the start
 
 Pure. Invariant: named and unnamed blocks are all blocks of idle sessions, each once.
 """
@@ -23,7 +24,7 @@ MAX_LABELS = 20
 """Sessions that are named in Prometheus metrics: each name is a time series for ever."""
 
 
-def snapshot(figures: Figures, heard: int, max_named: int = MAX_NAMED) -> dict[str, Any]:
+def snapshot(figures: Figures, heard: int, waits_s: Mapping[str, float], max_named: int = MAX_NAMED) -> dict[str, Any]:
     named, sessions, blocks = _largest(figures.sessions, max_named)
     return {
         "version": VERSION,
@@ -34,6 +35,7 @@ def snapshot(figures: Figures, heard: int, max_named: int = MAX_NAMED) -> dict[s
         "sessions": {name: [n, round(figures.idle_s.get(name, 0.0), 1)] for name, n in named.items()},
         "others": [sessions, blocks],
         "hints": {"released": figures.released, "kept": figures.kept, "refused": figures.refused_hints},
+        "waits_s": dict(waits_s),
     }
 
 

@@ -70,6 +70,12 @@ class SessionMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]
             documentation="Hints by what they asked: released (final), kept (a TTL), refused (not understood)",
             labelnames=[*labelnames, "kind"],
         )
+        self._waits = gauge(
+            "kvsteward_longest_wait_seconds",
+            "The longest since the start: of a step for the connector in the scheduler (step) and for copies in"
+            " the workers (copy), of a request for blocks from disk or Valkey (request)",
+            "kind",
+        )
         self._named: dict[int, set[str]] = {}
         self._counted: dict[tuple[int, str], int] = {}
         self._broken = False
@@ -99,6 +105,8 @@ class SessionMetrics(compat.KVConnectorPromMetrics):  # type: ignore[misc]
         self._other_blocks.labels(*labels).set(more)
         self._other_tokens.labels(*labels).set(more * size)
         self._sessions.labels(*labels).set(len(named) + others)
+        for kind, wait_s in data["waits_s"].items():
+            self._waits.labels(*labels, kind).set(wait_s)
         for kind, total in data["hints"].items():
             before = self._counted.get((engine_idx, kind), 0)
             self._hints.labels(*labels, kind).inc(total - before if total >= before else total)

@@ -144,11 +144,12 @@ class Tiers:
         return self.loads.rescue()
 
     def figures(self) -> dict[str, Any]:
-        """Counts since the start, and how many blocks of host memory each session uses now."""
+        """Counts since the start, how many blocks of host memory each session uses now, and turns under way."""
         return {
             "moves": asdict(self.loads.counts),
             "store": asdict(self.store.figures()),
             "sessions": self.store.host.sessions(),
+            "turns": len(self.loads.running),
             "given_up": self.given_up,
         }
 
