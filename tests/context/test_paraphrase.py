@@ -155,6 +155,15 @@ def test_of_a_long_text_the_model_is_given_the_sentences_that_tell():
     assert f"of {ESTIMATOR.text(source)} tokens" in made.note
 
 
+def test_a_value_that_the_model_was_not_shown_is_invented():
+    hidden = "Old Mr Vandermeer paid 98761 euros."
+    source = " ".join([*[TELLING] * 1_200, hidden, *[TELLING] * 1_200])
+    made, told, (question,) = asked(source, "The pump of the old hall cost 98761 euros.", context_tokens=2_048)
+    assert "98761" not in question.messages[0]["content"]
+    assert made is None
+    assert told.reason == "numbers in it that stand nowhere in the source: 1"
+
+
 def test_without_room_nobody_is_asked():
     assert asked(room_tokens=LEAST_ROOM_TOKENS - 1) == (None, None, [])
     assert asked(context_tokens=300) == (None, None, [])

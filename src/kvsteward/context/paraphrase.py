@@ -95,7 +95,8 @@ def paraphrase(
     reply = yield Ask("prose", [{"role": "user", "content": asked}], room_tokens)
     if reply.text is None:
         return None, Asked.of("prose", at, reply)
-    made, refused = judged(reply.text, text, room_tokens, estimator, finished=reply.finished, mark=mark)
+    # What the model was shown is its source: of a huge text, looking the rest through would take longer than asking.
+    made, refused = judged(reply.text, shown, room_tokens, estimator, finished=reply.finished, mark=mark)
     if refused:
         return None, Asked.of("prose", at, reply, refused)
     part = estimator.text(shown)
@@ -145,7 +146,7 @@ def refusal(text: str, source: str) -> str:
         ("names", known.new_names(text)),
     ):
         if missing:
-            return f"{missing} {kind} in it stand nowhere in the source"
+            return f"{kind} in it that stand nowhere in the source: {missing}"
     return "" if Sources(source).speaks_like(text) else "not about this text, or in another language"
 
 
