@@ -161,7 +161,9 @@ def test_what_the_model_calls_plan_stays_word_for_word():
     found, _ = classified(view, {"1": "plan", "2": "fact"})
     assert (found.asked.outcome, found.asked.tokens, found.asked.seconds) == ("used", 220, 0.25)
     assert plan(view) == [("goal", "Find a flat.")]
+    before = view.render()
     view, news = with_classes(view, found)
+    assert view.render() == before, "nothing that the engine has cached changes"
     assert news == found
     assert plan(view) == [("goal", "Find a flat."), (RAISED, "Ideally under 900 EUR.")]
     assert plan(view, PlanRules()) == [("goal", "Find a flat.")], "a policy that does not ask does not use it"

@@ -297,6 +297,15 @@ async def test_the_question_is_a_prompt_of_its_own_held_to_a_schema(start):
     assert asked.session_id is None
 
 
+async def test_an_engine_with_slots_keeps_one_for_the_questions(start):
+    """The sessions' slots are theirs, and the table knows which one the questions took."""
+    gateway = await start(answers=Model(prose=WORDS), settings=PROSE, imitates="llama-server")
+    gateway.engine.info = replace(gateway.engine.info, dialect="llama-server")
+    await gateway.chat(*HISTORY, session="s")
+    names = [(r.session_id, purpose(json.loads(r.body))) for r in gateway.engine.requests]
+    assert names == [(":questions:", "prose"), ("s", None)]
+
+
 @pytest.mark.parametrize("answer", ["plan", every("PLAN"), every("trace")])
 async def test_anything_else_leaves_the_rules_word(start, answer):
     gateway = await start(answers=Model(**{"class": answer}), settings=UNSURE, **SMALL)

@@ -1,7 +1,8 @@
 """Questions to an engine on the gateway's own account: how they are sent, within which bounds, and what is heard.
 
 A turn waits for those about its own messages (`waited`); others are put while nobody waits (`put`). Each is a prompt of
-its own without the session's id, so that a slot's cache is not overwritten where another slot is free.
+its own. On an engine with slots all have one name beside the sessions', so that its table of slots knows whose cache
+goes: a free slot's, or that of the session that was longest idle.
 
 Invariant: whatever becomes of a question, a turn goes on, and what was reserved is released.
 """
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 MAX_ANSWER_BYTES = 2**20
 _STRUCTURED = frozenset({"vllm", "llama-server"})
 """Engines that hold an answer to a JSON schema."""
+_SLOTTED = frozenset({"llama-server"})
+_SLOT_NAME = ":questions:"
 _TEMPLATED = frozenset({"vllm", "sglang", "llama-server"})
 """Engines that take fields for the chat template."""
 _LEAST_S = 0.05
@@ -90,7 +93,8 @@ class Asking:
         body = encode(
             base, messages=for_engine(at.info, question.messages), stream=True, max_tokens=question.max_tokens
         )
-        status, reader = await heard(at.engine, EngineRequest(PATH, body, request_id))
+        slot = _SLOT_NAME if at.info.dialect in _SLOTTED else None
+        status, reader = await heard(at.engine, EngineRequest(PATH, body, request_id, slot))
         seconds = self._steward.now() - started
         if reader is None:
             if question.schema is not None:
