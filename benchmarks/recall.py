@@ -53,6 +53,8 @@ SHARED = Path(__file__).resolve().parents[1] / ".." / "shared"
 SERVER = Path(__file__).resolve().parents[1] / "tests" / "e2e" / "embeddings_server.py"
 TURNS, FACTS = 24, 5
 """Of one conversation, and of one turn."""
+FEWEST = 6
+"""Queries of a conversation that is taken."""
 WAYS = ("words", "meaning", "fused")
 
 
@@ -94,7 +96,7 @@ def conversations(count: int, most_chars: int) -> list[Conversation]:
                 messages = file[number]["messages"]
                 if sum(len(facts.mview(m)) for m in messages) <= most_chars:
                     one = conversation(facts, file[number])
-                    found += [one] if one.questions else []
+                    found += [one] if len(one.questions) >= FEWEST else []
     return found
 
 
@@ -141,7 +143,8 @@ async def searched(
     librarian, store = steward.librarian, steward.desk.store
     assert librarian is not None
     for number, one in enumerate(found):
-        session = Session(one.id, "", "new", fingerprint.root(), 1.0, 1.0, 60.0)
+        now = time.time()
+        session = Session(one.id, "", "new", fingerprint.root(), now, now, 3_600.0)
         store.create(session)
         store.append(replace(session, head=one.entries[-1].hash), one.entries)
         started = time.perf_counter()
@@ -236,13 +239,13 @@ def main() -> None:
     parser.add_argument("--url", help="an endpoint that runs already")
     parser.add_argument("--model", help="the model that it is asked for")
     parser.add_argument("--gguf", type=Path, help="a model for llama.cpp")
-    parser.add_argument("--conversations", type=int, help="how many. Default: 30, 6 with --quick")
-    parser.add_argument("--chars", type=int, help="the longest that is taken. Default: 60000, 20000 with --quick")
+    parser.add_argument("--conversations", type=int, help="how many. Default: 20, 4 with --quick")
+    parser.add_argument("--chars", type=int, help="the longest that is taken. Default: 40000, 15000 with --quick")
     given = parser.parse_args()
     if given.url and (given.gguf or not given.model):
         parser.error("--url goes with --model, and without --gguf")
-    count = given.conversations or (6 if given.quick else 30)
-    found = conversations(count, given.chars or (20_000 if given.quick else 60_000))
+    count = given.conversations or (4 if given.quick else 20)
+    found = conversations(count, given.chars or (15_000 if given.quick else 40_000))
     gguf = given.gguf or Path(default_model())
 
     def show(line: str) -> None:

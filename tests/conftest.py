@@ -26,7 +26,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from kvsteward.engines.embedded import default_model
-from valkey_server import Server as ValkeyServer
 
 ROOT = Path(__file__).resolve().parents[1]
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -119,14 +118,16 @@ class RealEngine:
 
 
 @pytest.fixture(scope="session")
-def _valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
+def _valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from valkey_server import Server  # here, since most tests need no Valkey
+
+    server = Server(tmp_path_factory.mktemp("valkey"))
     yield server
     server.kill()
 
 
 @pytest.fixture
-def valkey_server(_valkey_server: ValkeyServer) -> ValkeyServer:
+def valkey_server(_valkey_server: Any) -> Any:
     """The run's Valkey, empty."""
     _valkey_server.client.flushall()
     _valkey_server.client.config_set("maxmemory", 0)

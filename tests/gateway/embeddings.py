@@ -113,11 +113,18 @@ def refuses(word: str, code: int = 400) -> Any:
 
 
 def slow_for_many(most: int) -> Any:
-    """A request with more texts takes a second."""
+    """A request with more texts takes a minute."""
 
     async def fault(_: Endpoint, body: dict[str, Any]) -> None:
         if len(body["input"]) > most:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(60.0)
+
+    return fault
+
+
+def waits(for_: asyncio.Event) -> Any:
+    async def fault(_: Endpoint, __: dict[str, Any]) -> None:
+        await for_.wait()
 
     return fault
 

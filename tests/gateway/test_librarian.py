@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.gateway.embeddings import Endpoint, hangs, refuses, says, slow_for_many, status, uneven, vector_of
+from tests.gateway.embeddings import Endpoint, hangs, refuses, says, slow_for_many, status, uneven, vector_of, waits
 
 from kvsteward.context.recall import Ask
 from kvsteward.engines.embeddings import Embedder, EmbeddingOptions
+from kvsteward.engines.scripted import Answer, ToolCall
 from kvsteward.errors import (
     ConfigError,
     EngineError,
@@ -38,6 +39,10 @@ def user(text):
     return {"role": "user", "content": text}
 
 
+def recall(**arguments):
+    return Answer(tool_calls=(ToolCall("kvsteward_recall", json.dumps(arguments)),))
+
+
 @pytest.fixture
 async def endpoint():
     served = await Endpoint().start()
@@ -47,7 +52,7 @@ async def endpoint():
 
 @pytest.fixture
 def options(endpoint):
-    return EmbeddingOptions(endpoint.url, "m", timeout_s=2.0, query_timeout_s=0.3, rest_s=0.05, back_off_s=0.01)
+    return EmbeddingOptions(endpoint.url, "m", timeout_s=20.0, query_timeout_s=20.0, rest_s=0.05, back_off_s=0.01)
 
 
 async def told(gateway, *texts, session="s"):
@@ -62,7 +67,7 @@ async def told(gateway, *texts, session="s"):
 
 
 async def settled(gateway):
-    await gateway.until(lambda: gateway.steward.librarian.waiting == 0)
+    await gateway.until(lambda: gateway.steward.librarian.waiting == 0, within_s=30)
 
 
 async def ask(gateway, query, session="s"):
@@ -84,8 +89,10 @@ def held_in(path, column):
 # -- what is found ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("store", ["memory:", None])
-async def test_what_was_said_in_other_words_is_found(start, options, store):
+@pytest.mark.parametrize("store", ["memory:", None, "valkey"])
+async def test_what_was_said_in_other_words_is_found(start, options, store, request):
+    if store == "valkey":
+        store = request.getfixturevalue("valkey_server").url
     gateway = await start(settings=Settings(embeddings=options), store=store)
     await told(gateway, *FACTS)
     await settled(gateway)
@@ -116,6 +123,22 @@ async def test_both_rankings_count(start, options):
     assert search == "fused"
     assert texts[0] == "The car is on the floor below."
     assert set(texts[1:3]) == {"The floor is wet.", "An automobile stands here."}
+
+
+async def test_the_model_s_tool_finds_by_meaning_too(start, options):
+    def answers(body):
+        last = body["messages"][-1]
+        if last["role"] == "tool":
+            return f"It says: {last['content']}"
+        return recall(query="vehicle") if "Which" in last["content"] else "ok"
+
+    gateway = await start(settings=Settings(recall=True, embeddings=options), answers=answers)
+    history = await told(gateway, *FACTS)
+    await settled(gateway)
+    answer = await gateway.chat(*history, user("Which one?"), session="s")
+    assert FACTS[0] in answer["choices"][0]["message"]["content"]
+    decisions = (await gateway.get("/v1/sessions/s/view"))["decisions"]
+    assert [d["payload"]["search"] for d in decisions if d["kind"] == "recall"] == ["fused"]
 
 
 async def test_another_branch_is_not_found(start, options):
@@ -233,7 +256,7 @@ async def test_a_model_that_changes_behind_its_name(start, endpoint, options):
     [
         (status(500), "refused"),
         (status(401), "refused"),
-        (hangs(1.0), "timeout"),
+        (hangs(60.0), "timeout"),
         (says("no json"), "unusable"),
         (says({"data": []}), "unusable"),
         (says({"data": [{"index": 0, "embedding": [0.0, 0.0]}]}), "unusable"),
@@ -243,7 +266,9 @@ async def test_a_model_that_changes_behind_its_name(start, endpoint, options):
     ids=["500", "401", "late", "no-json", "none", "zero", "text", "infinite"],
 )
 async def test_a_search_goes_by_words_then(start, endpoint, options, fault, miss):
-    gateway = await start(settings=Settings(embeddings=replace(options, rest_s=60.0)))
+    query_timeout_s = 0.2 if miss == "timeout" else 20.0
+    options = replace(options, rest_s=60.0, query_timeout_s=query_timeout_s)
+    gateway = await start(settings=Settings(embeddings=options))
     await told(gateway, *FACTS)
     await settled(gateway)
     endpoint.faults = [fault]
@@ -307,7 +332,7 @@ async def test_a_batch_that_takes_too_long_is_halved(start, endpoint, options, t
     where = str(tmp_path / "a.db")
     history = await told(await start(store=where), *FACTS)
     endpoint.always = slow_for_many(3)
-    gateway = await start(settings=Settings(embeddings=replace(options, timeout_s=0.2)), store=where)
+    gateway = await start(settings=Settings(embeddings=replace(options, timeout_s=2.0)), store=where)
     await gateway.chat(*history, user("Please go on now."), session="s")
     await settled(gateway)
     assert counted(gateway, "embedded_texts", "stored") == 5
@@ -316,27 +341,35 @@ async def test_a_batch_that_takes_too_long_is_halved(start, endpoint, options, t
 
 async def test_a_full_queue_drops_and_counts(start, endpoint, options, monkeypatch):
     monkeypatch.setattr("kvsteward.gateway.librarian.MAX_QUEUE", 1)
-    endpoint.always = hangs(0.2)
+    goes_on = asyncio.Event()
+    endpoint.always = waits(goes_on)
     gateway = await start(settings=Settings(embeddings=options))
-    for name in ("a", "b", "c"):
+    for name in ("at work", "queued", "dropped"):
         await told(gateway, FACTS[0], session=name)
-    assert counted(gateway, "embedded_texts", "dropped") >= 1
+        await gateway.until(lambda: bool(endpoint.requests))
+    assert counted(gateway, "embedded_texts", "dropped") == 1
+    goes_on.set()
     await settled(gateway)
+    assert counted(gateway, "embedded_texts", "stored") + counted(gateway, "embedded_texts", "adopted") == 2
 
 
 async def test_a_turn_that_ends_while_its_session_is_embedded_is_not_missed(start, endpoint, options):
     gateway = await start(settings=Settings(embeddings=options))
-    endpoint.always = hangs(0.1)
-    await told(gateway, *FACTS)
+    goes_on = asyncio.Event()
+    endpoint.faults = [None, waits(goes_on)]  # the second request has the first fact
+    history = await told(gateway, FACTS[0])
+    await gateway.until(lambda: len(endpoint.requests) == 2)
+    await gateway.chat(*history, user(FACTS[1]), session="s")
+    goes_on.set()
     await settled(gateway)
-    assert counted(gateway, "embedded_texts", "stored") == len(FACTS)
+    assert counted(gateway, "embedded_texts", "stored") == 2
 
 
 async def test_stopping_waits_for_nobody(start, endpoint, options):
-    endpoint.always = hangs(2.0)
+    endpoint.always = hangs(600.0)
     gateway = await start(settings=Settings(embeddings=options))
     await told(gateway, FACTS[0])
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(60.0):
         await gateway.steward.librarian.close()
 
 
@@ -356,9 +389,12 @@ async def test_the_client_gives_vectors_in_the_order_of_the_texts(endpoint, opti
         with pytest.raises(EngineResponseError) as caught:
             await embedder.texts(texts)
         assert caught.value.status == 418
-        endpoint.faults = [hangs(1.0)]
+        late = Embedder(replace(options, query_timeout_s=0.1))
+        late.open()
+        endpoint.faults = [hangs(60.0)]
         with pytest.raises(EngineTimeoutError):
-            await embedder.query("late")
+            await late.query("late")
+        await late.close()
     finally:
         await embedder.close()
     with pytest.raises(EngineUnavailableError):

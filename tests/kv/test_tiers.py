@@ -23,7 +23,7 @@ from kvsteward.kv.blocks import Fingerprint
 from kvsteward.kv.blocks.cost import LoadOrRecompute
 from kvsteward.kv.blocks.record import Reason
 from kvsteward.kv.vllm.copies import Place, Shape
-from kvsteward.kv.vllm.loads import HOLD_S, Moves
+from kvsteward.kv.vllm.loads import HOLD_S, TRY_AGAIN_S, Moves
 from kvsteward.kv.vllm.options import GIB, Options, parse
 from kvsteward.kv.vllm.segment import Segment, SegmentName
 from kvsteward.kv.vllm.tiers import Tiers
@@ -587,6 +587,36 @@ def test_what_is_computed_faster_than_it_can_be_fetched_is_computed(engines, tmp
     waits = engine.tiers.loads.counts.waits
     assert engine.whole_turn("a", 30) == 0
     assert engine.tiers.loads.counts.waits == waits
+
+
+def test_a_tier_that_was_slow_is_tried_again_later(engines, tmp_path):
+    """What came late counts as slow, so the next turn does not wait; after a minute one tries, and finds it fast."""
+    now = [0.0]
+    engine = engines(9, disk=tmp_path, now=lambda: now[0])
+    engine.whole_turn("a", 30)
+    engine.forget_all()
+    engine.tiers.loads.cost = LoadOrRecompute(PART, TOKENS, tokens_per_s=30.0)
+    gate = threading.Event()
+    (disk,) = engine.tiers.store.tiers
+    disk.read, read = lambda keys, rooms: gate.wait(30) and read(keys, rooms), disk.read
+    turn = engine.begin("a", 30)
+    engine.tiers.loads._within_s = 0.05
+    assert engine.admit(turn) is None
+    time.sleep(0.06)
+    now[0] += 2.0
+    assert engine.admit(turn) is True
+    while turn in engine.running:
+        engine.step()
+    gate.set()
+    while engine.tiers.store.figures().loading:
+        time.sleep(0.001)
+    engine.tiers.loads._within_s = 5.0
+    waits = engine.tiers.loads.counts.waits
+    for pause_s, loaded in ((0.0, 0), (TRY_AGAIN_S - 3, 0), (1.0, 28), (0.0, 28)):
+        now[0] += pause_s
+        engine.forget_all()
+        assert engine.whole_turn("a", 30) == loaded
+        assert (engine.tiers.loads.counts.waits > waits) is bool(loaded)
 
 
 def test_a_full_disk_and_one_that_forgets_cost_nothing_but_hits(engines, tmp_path):

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvsteward.sessions import Entry, MemoryStore, Session, SessionStore, SqliteStore
-from kvsteward.sessions.valkey import ValkeyStore
+from kvsteward.sessions import Entry, MemoryStore, Session, SessionStore, SqliteStore, open_store
 from kvsteward.wire import fingerprint
 
 
@@ -48,7 +47,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SessionSto
     kinds: dict[str, Callable[[], SessionStore]] = {
         "memory": MemoryStore,
         "sqlite": lambda: SqliteStore(tmp_path / "log.db"),
-        "valkey": lambda: ValkeyStore(request.getfixturevalue("valkey_server").url),
+        "valkey": lambda: open_store(request.getfixturevalue("valkey_server").url),
     }
     opened = kinds[request.param]()
     yield opened

@@ -169,6 +169,8 @@ class Epoch:
     """The Plan of what was condensed."""
     spoken: bool = False
     """A user message is among what was condensed."""
+    sections: int = 0
+    """How many were appended to the block since it was written anew."""
 
     def shows(self, item: Item, seen: set[str]) -> Message:
         """An item as this epoch shows it. `seen` has the images shown before it."""

@@ -20,7 +20,8 @@ import msgspec
 import orjson
 
 from kvsteward.context.ask import Ask, Asked
-from kvsteward.context.compact import SUMMARY_SHARE, compact, droppable_tokens
+from kvsteward.context.block import SUMMARY_SHARE
+from kvsteward.context.compact import compact, droppable_tokens
 from kvsteward.context.distill.base import Distillate, Hints
 from kvsteward.context.distill.layout import laid_out
 from kvsteward.context.distill.registry import distil
@@ -294,9 +295,10 @@ def summarise(
     if policy.summary != "engine" or len(items) < 2:
         return None
     room = max(64, int(marks.block * SUMMARY_SHARE))
+    since = bool(view.epoch.block)
     question: list[Message] = [
         {"role": "assistant", "content": ACKNOWLEDGEMENT},  # many templates want roles to alternate
-        {"role": "user", "content": ask(room // 2, structured=structured)},
+        {"role": "user", "content": ask(room // (3 if since else 2), structured=structured, since=since)},
     ]
     cost = sum(estimator.message(message) for message in question)
     limit = room + room // 2 if structured else room  # JSON's own marks take some

@@ -171,6 +171,21 @@ def after(
     return tuple(plan)
 
 
+def outdated(earlier: Iterable[PlanItem], now: Iterable[PlanItem], items: Sequence[Item]) -> list[PlanItem]:
+    """Of the Plan of before, what `items` replaced by a newer one or reported done. (What left for want of room is not
+    outdated.)"""
+    standing = list(now)
+    texts, kinds = {p.text for p in standing}, {p.kind for p in standing}
+    said = [text_of(i.said) for i in items if i.role == "assistant" and not i.message.get("tool_calls")]
+
+    def left(item: PlanItem) -> bool:
+        if item.kind == "promise":
+            return any(_reported(item.text, text) for text in said)
+        return item.kind in SUPERSEDED and item.kind in kinds
+
+    return [item for item in earlier if item.text not in texts and left(item)]
+
+
 def kept_words(text: str, plan: Iterable[str]) -> list[str]:
     """Of the Plan's texts, those that a shortened text no longer has."""
     return [item for item in dict.fromkeys(plan) if item not in text]

@@ -41,7 +41,7 @@ from kvsteward.gateway.fleet import Fleet, Station
 from kvsteward.gateway.librarian import Librarian
 from kvsteward.gateway.relay import ClientGone, Exchange
 from kvsteward.gateway.scribe import Scribe
-from kvsteward.gateway.settings import Settings, Tenant, check_asks, check_selective
+from kvsteward.gateway.settings import Settings, Tenant, check_asks, check_isolation, check_selective
 from kvsteward.gateway.sorter import Sorter
 from kvsteward.gateway.telemetry import Telemetry
 from kvsteward.gateway.upstream import PATH
@@ -103,6 +103,7 @@ class Steward:
         check_asks(self.settings)
         await self._reach()
         check_selective(self.settings, [station.info for station in self.fleet.stations if station.up])
+        check_isolation(self.settings, [station.engine for station in self.fleet.stations])
         recovered = await self.desk.call(self.desk.store.recover, now=self.wall())
         if recovered:
             log.warning("recovered %d answers that a crash had interrupted", recovered)
@@ -155,22 +156,23 @@ class Steward:
         station, reason = self.fleet.route(session.id, session.engine, model, avoid)
         if before is not None and before is not station:
             log.info("%s goes on at %s: %s", session.id, station.name, reason)
-            self.let_go(before, session.id)
+            self.let_go(before, session)
         if session.engine != station.name:
             resolved = replace(resolved, session=replace(session, engine=station.name))
         return station, resolved
 
-    def let_go(self, station: Station, session_id: str) -> None:
+    def let_go(self, station: Station, session: Session) -> None:
         """A session has left an engine: what it had there goes first. Nobody waits for it."""
-        station.residency.release(session_id)
+        station.residency.release(session.id)
         if station.up:
-            self._spawn(self._release(station, session_id, moved=True))
+            self._spawn(self._release(station, session, moved=True))
 
-    async def _release(self, station: Station, session_id: str, *, moved: bool = False) -> None:
+    async def _release(self, station: Station, session: Session, *, moved: bool = False) -> None:
+        salt = self.settings.cache_salt(session.tenant)
         try:
-            await station.engine.release_session(session_id, moved=moved)
+            await station.engine.release_session(session.id, moved=moved, cache_salt=salt)
         except EngineError as error:
-            log.warning("could not release the KV of %s: %s", session_id, error.message)
+            log.warning("could not release the KV of %s: %s", session.id, error.message)
 
     def budget_tokens(self, tenant: Tenant, info: EngineInfo | None = None) -> int:
         """The smallest of what the tenant, the deployment and the engine allow for one session. Without `info`: that
@@ -310,7 +312,7 @@ class Steward:
         if station is not None:
             station.residency.release(session.id)
             if station.up:
-                await self._release(station, session.id)
+                await self._release(station, session)
 
     async def _watch(self, station: Station) -> None:
         """Reads an engine once a second: what it does, and whether it is there."""

@@ -71,7 +71,8 @@ class Asking:
         started = self._steward.now()
         try:
             async with asyncio.timeout(left_s), turn.at.gate.admitted(self.demand(question)):
-                return await self.put(turn.at, turn.request, question, f"{turn.id}-{question.purpose}")
+                name = f"{turn.id}-{question.purpose}"
+                return await self.put(turn.at, turn.request, question, name, turn.cache_fields)
         except TimeoutError:
             failed = "no answer in time"
         except OverloadedError:
@@ -86,13 +87,15 @@ class Asking:
         estimator = self._steward.desk.estimator
         return Demand(sum(estimator.message(message) for message in question.messages), question.max_tokens)
 
-    async def put(self, at: Station, request: ChatRequest, question: Ask, request_id: str) -> Reply:
-        """Asks, with the model of `request`. The caller has the room. Raises EngineError."""
+    async def put(
+        self, at: Station, request: ChatRequest, question: Ask, request_id: str, cache_fields: Mapping[str, Any]
+    ) -> Reply:
+        """Asks, with the model of `request`. `cache_fields`: those of the tenant's turns, so that its questions share
+        no cache with others' either. The caller has the room. Raises EngineError."""
         started = self._steward.now()
         base = _body(at, request, question)
-        body = encode(
-            base, messages=for_engine(at.info, question.messages), stream=True, max_tokens=question.max_tokens
-        )
+        messages = for_engine(at.info, question.messages)
+        body = encode(base, messages=messages, stream=True, max_tokens=question.max_tokens, fields=cache_fields)
         slot = _SLOT_NAME if at.info.dialect in _SLOTTED else None
         status, reader = await heard(at.engine, EngineRequest(PATH, body, request_id, slot))
         seconds = self._steward.now() - started
@@ -136,7 +139,8 @@ def said(reader: AnswerReader) -> tuple[str | None, str]:
 
 
 def _body(at: Station, request: ChatRequest, question: Ask) -> ChatRequest:
-    body: dict[str, Any] = {"temperature": 0, **({"model": request.model} if request.model else {})}
+    kept = {name: request.body[name] for name in ("model", "cache_salt") if request.body.get(name)}
+    body: dict[str, Any] = {"temperature": 0, **kept}
     if at.info.dialect in _TEMPLATED:
         given = request.body.get("chat_template_kwargs")
         body["chat_template_kwargs"] = {**(given if isinstance(given, Mapping) else {}), "enable_thinking": False}

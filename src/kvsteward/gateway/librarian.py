@@ -30,6 +30,7 @@ from kvsteward.errors import (
     EngineUnavailableError,
     KVStewardError,
     NotFoundError,
+    StoreError,
 )
 from kvsteward.sessions import Session, SessionStore, Space, VectorIndex
 from kvsteward.sessions.words import searched_text
@@ -135,7 +136,11 @@ class Librarian:
             return Sought(miss=miss_of(error))
         self._failed_s = None
         space = self._learn(vector)
-        near = await self._call(self._vectors.nearest, session_id, space, vector, limit=limit)
+        try:
+            near = await self._call(self._vectors.nearest, session_id, space, vector, limit=limit)
+        except (StoreError, ValueError) as error:
+            log.warning("cannot search the vectors of %s: %s", session_id, error)
+            return Sought(miss="unusable")
         if not near:
             self.after_turn(session_id)  # a log of before, or of another model
             return Sought(miss="no_vectors")

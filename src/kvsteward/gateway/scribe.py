@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,8 @@ class _Work:
     policy: Policy
     keep: Keep | None
     """What the engine was told of the session; a draft must not make it forget that."""
+    cache_fields: Mapping[str, Any]
+    """Those of the turn: the same cache."""
 
 
 class Scribe:
@@ -81,6 +84,7 @@ class Scribe:
         marks: Marks,
         policy: Policy,
         keep: Keep | None = None,
+        cache_fields: Mapping[str, Any] | None = None,
     ) -> None:
         """A turn has ended, and the engine has counted its `view`. Starts a draft if one is due."""
         steward, draft = self._steward, self._drafts.get(session_id)
@@ -91,7 +95,7 @@ class Scribe:
         if len(self._tasks) >= steward.settings.summaries_at_once or at.draining or at.gate.pool.waiting:
             self._count("skipped")
             return
-        work = _Work(session_id, at, request, view, marks, policy, keep)
+        work = _Work(session_id, at, request, view, marks, policy, keep, cache_fields or {})
         task = self._tasks[session_id] = asyncio.create_task(self._work(work))
         task.add_done_callback(lambda _: self._tasks.pop(session_id, None))
 
@@ -164,7 +168,8 @@ class Scribe:
         steward = self._steward
         messages = for_engine(work.at.info, question.messages)
         base = _base(work.request, question)
-        fields = work.at.engine.hint_fields(work.keep, base.body) if work.keep is not None else {}
+        hints = work.at.engine.hint_fields(work.keep, base.body) if work.keep is not None else {}
+        fields = {**hints, **work.cache_fields}
         body = encode(base, messages=messages, stream=True, max_tokens=question.max_tokens, fields=fields)
         demand = Demand(work.view.known_tokens + question.max_tokens, question.max_tokens, returning=True)
         request = EngineRequest(PATH, body, f"{steward.desk.ids.new()}-summary", work.session_id)

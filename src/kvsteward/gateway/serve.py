@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast, get_args
@@ -22,7 +22,15 @@ from kvsteward.engines.vllm import Hints
 from kvsteward.errors import ConfigError, EngineUnavailableError
 from kvsteward.gateway.app import create_app
 from kvsteward.gateway.cork import CorkedProtocol
-from kvsteward.gateway.settings import Mode, Settings, check_asks, check_selective, load_tenants
+from kvsteward.gateway.settings import (
+    Mode,
+    Settings,
+    Tenant,
+    check_asks,
+    check_isolation,
+    check_selective,
+    load_tenants,
+)
 from kvsteward.sessions import open_store
 
 log = logging.getLogger("kvsteward")
@@ -59,6 +67,7 @@ class ServeOptions:
     recall: bool
     tenants: Path | None
     hints: str = "auto"
+    cache_secret: str | None = None
     embeddings: str | None = None
     embeddings_model: str | None = None
     embeddings_key: str | None = None
@@ -87,8 +96,17 @@ def settings_of(options: ServeOptions) -> Settings:
         ttl_s=options.ttl_s,
         log_retention_s=options.log_days * 86_400,
         max_body_bytes=options.max_body_mib * 2**20,
-        keys=load_tenants(options.tenants) if options.tenants else {},
+        keys=keys_of(options),
     )
+
+
+def keys_of(options: ServeOptions) -> Mapping[str, Tenant]:
+    """Raises ConfigError for a secret that nobody needs."""
+    if options.tenants is not None:
+        return load_tenants(options.tenants, options.cache_secret)
+    if options.cache_secret is not None:
+        raise ConfigError("--cache-secret says nothing without --tenants", hint="Give --tenants FILE.")
+    return {}
 
 
 def embeddings_of(options: ServeOptions) -> EmbeddingOptions | None:
@@ -198,6 +216,7 @@ def run(options: ServeOptions) -> None:
         store.vectors()  # raises what is wrong with it before anybody is waited for
     engines = asyncio.run(reached(specs))
     check_selective(settings, [engine.info for engine in engines])
+    check_isolation(settings, engines)
     listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from kvsteward.context.ask import Ask, Reply
 from kvsteward.context.layout import View
@@ -44,9 +45,16 @@ class Sorter:
         return len(self._tasks)
 
     def after_turn(
-        self, session_id: str, at: Station, request: ChatRequest, view: View, marks: Marks, policy: Policy
+        self,
+        session_id: str,
+        at: Station,
+        request: ChatRequest,
+        view: View,
+        marks: Marks,
+        policy: Policy,
+        cache_fields: Mapping[str, Any],
     ) -> None:
-        """A turn has ended with this view. Puts a question if one is due."""
+        """A turn has ended with this view. Puts a question if one is due, into the same cache."""
         steward = self._steward
         if policy.plan.unsure != "engine" or session_id in self._tasks:
             return
@@ -66,7 +74,7 @@ class Sorter:
             return
 
         async def work() -> None:
-            reply = await self._reply(session_id, at, request, question)
+            reply = await self._reply(session_id, at, request, question, cache_fields)
             try:
                 questions.send(reply)
             except StopIteration as stop:
@@ -99,7 +107,9 @@ class Sorter:
             while len(self._answers) > _MAX_ANSWERS:
                 self._answers.popitem(last=False)
 
-    async def _reply(self, session_id: str, at: Station, request: ChatRequest, question: Ask) -> Reply:
+    async def _reply(
+        self, session_id: str, at: Station, request: ChatRequest, question: Ask, cache_fields: Mapping[str, Any]
+    ) -> Reply:
         """The engine's reply, or why there is none. A failure costs nothing but the answer."""
         steward = self._steward
         started = steward.now()
@@ -110,7 +120,8 @@ class Sorter:
             ):
                 if not has_room:
                     return Reply(None, failed="no room")
-                return await steward.asking.put(at, request, question, f"{steward.desk.ids.new()}-class")
+                name = f"{steward.desk.ids.new()}-class"
+                return await steward.asking.put(at, request, question, name, cache_fields)
         except asyncio.CancelledError:
             steward.telemetry.asks.labels("class", "given_up").inc()
             raise

@@ -95,7 +95,13 @@ class Turn:
     @property
     def fields(self) -> Mapping[str, Any]:
         """What goes into the body for this engine only."""
-        return {} if self.keep is None else self.at.engine.hint_fields(self.keep, self.request.body)
+        hints = {} if self.keep is None else self.at.engine.hint_fields(self.keep, self.request.body)
+        return {**hints, **self.cache_fields}
+
+    @property
+    def cache_fields(self) -> Mapping[str, Any]:
+        """What keeps the tenant's prompts from sharing a cache with others'."""
+        return self.at.engine.cache_fields(self.tenant.cache_salt, self.request.body)
 
     def step(self, state: str) -> None:
         if state not in LIFE[self.state]:
@@ -295,8 +301,9 @@ async def score(steward: Steward, turn: Turn, question: Score) -> Pieces | None:
     started = steward.now()
     try:
         async with asyncio.timeout(steward.settings.selective_timeout_s), turn.at.gate.admitted(demand):
+            apart: dict[str, Any] = {"cache_salt": turn.tenant.cache_salt} if turn.tenant.cache_salt else {}
             pieces = await turn.at.engine.prompt_logprobs(
-                prompt, model=turn.request.model, request_id=f"{turn.id}-score"
+                prompt, model=turn.request.model, request_id=f"{turn.id}-score", **apart
             )
     except (EngineError, ContextOverflowError, OverloadedError, TimeoutError):
         pieces = None
@@ -346,8 +353,9 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
         turn.keep = replace(turn.keep, tools=log.called)
     if log.view_after is not None:  # only now is the room of this turn free again
         policy = steward.policy(turn.tenant)
-        steward.scribe.after_turn(session_id, turn.at, request, log.view_after, prepared.marks, policy, turn.keep)
-        steward.sorter.after_turn(session_id, turn.at, request, log.view_after, prepared.marks, policy)
+        work = (turn.at, request, log.view_after, prepared.marks, policy)
+        steward.scribe.after_turn(session_id, *work, turn.keep, turn.cache_fields)
+        steward.sorter.after_turn(session_id, *work, turn.cache_fields)
     if steward.librarian is not None:
         steward.librarian.after_turn(session_id)
     if turn.keep is not None and turn.keep.tools:
@@ -398,7 +406,10 @@ async def passed(exchange: Exchange, turn: Turn, raw: bytes) -> None:
     """A request and its answer, untouched."""
     request = turn.request
     stream = request.stream or turn.at.info.streams_only
-    body = raw if request.stream == stream else encode(request, stream=True)
+    if turn.cache_fields:
+        body = encode(request, stream=stream, fields=turn.cache_fields)
+    else:
+        body = raw if request.stream == stream else encode(request, stream=True)
     async with turn.at.engine.open(EngineRequest(PATH, body, turn.id, None, engine_headers(exchange))) as reply:
         turn.step("streaming")
         if reply.status != 200:

@@ -189,7 +189,8 @@ class SessionStore(ABC):
         """Where the vectors of this store's texts are kept. Touches nothing yet; the caller closes it. Raises
         ConfigError for a store that has no place for them, or without numpy."""
         raise ConfigError(
-            "this session store keeps no vectors", hint="Leave --embeddings out, or use a SQLite file as --store."
+            "this session store keeps no vectors",
+            hint="Leave --embeddings out, or use a SQLite file or Valkey as --store.",
         )
 
     @abstractmethod

@@ -17,6 +17,7 @@ import numpy as np
 from kvsteward.sessions.vectors import Near
 
 _HALF = np.dtype("<f2")
+HALF_BYTES = _HALF.itemsize
 _ROWS = 1_024
 
 

@@ -67,8 +67,8 @@ class VectorIndex(ABC):
         """The entries that lie nearest, best first. Empty where the session has no vectors in this space."""
 
     @abstractmethod
-    def forget_others(self, session_id: str, space: Space) -> int:
-        """Wipes a session's vectors of all other spaces. Returns how many."""
+    def forget_others(self, session_id: str, space: Space) -> None:
+        """Wipes a session's vectors of all other spaces."""
 
     @abstractmethod
     def close(self) -> None:

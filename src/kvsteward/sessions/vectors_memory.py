@@ -39,11 +39,11 @@ class MemoryVectors(VectorIndex):
         newest = [(hash_, data) for (key, hash_), held in reversed(rows) if key == space.key for data in held]
         return nearest(newest[:MAX_SEARCHED], vector, limit)
 
-    def forget_others(self, session_id: str, space: Space) -> int:
+    def forget_others(self, session_id: str, space: Space) -> None:
         with self._lock:
             rows = self._rows.get(session_id, {})
-            others = [where for where in rows if where[0] != space.key]
-            return sum(len(rows.pop(where)) for where in others)
+            for where in [where for where in rows if where[0] != space.key]:
+                del rows[where]
 
     def delete(self, session_id: str) -> None:
         """The session has been deleted."""

@@ -74,11 +74,9 @@ class SqliteVectors(VectorIndex):
             held = ((hash_, bytes(data)) for hash_, data in db.execute(sql, (session_id, space.key, MAX_SEARCHED)))
             return nearest(held, vector, limit)
 
-    def forget_others(self, session_id: str, space: Space) -> int:
+    def forget_others(self, session_id: str, space: Space) -> None:
         with self._transaction("BEGIN IMMEDIATE") as db:
-            return db.execute(
-                "DELETE FROM vectors WHERE session_id = ? AND space != ?", (session_id, space.key)
-            ).rowcount
+            db.execute("DELETE FROM vectors WHERE session_id = ? AND space != ?", (session_id, space.key))
 
     def close(self) -> None:
         with self._lock:

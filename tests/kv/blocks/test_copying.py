@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 import threading
+import zlib
 
 import pytest
 
-from kvsteward.kv.blocks.copying import SMALL_BYTES, copy
+from kvsteward.kv.blocks.copying import PIECE_BYTES, SMALL_BYTES, copy, copy_and_sum
 
-SIZES = (0, 1, SMALL_BYTES, SMALL_BYTES + 1, 1 << 20)
+SIZES = (0, 1, SMALL_BYTES, SMALL_BYTES + 1, PIECE_BYTES + 1, 1 << 20)
 
 
 def memory(kind: str, data: bytes) -> memoryview:
@@ -39,13 +40,17 @@ def test_every_byte_arrives_and_none_beside_it(kind, size):
     around = bytearray(b"\xaa" * (size + 2))
     copy(memoryview(around)[1 : size + 1], memory(kind, data))
     assert around == b"\xaa" + data + b"\xaa"
+    around[1:-1] = bytes(size)
+    assert copy_and_sum(memoryview(around)[1 : size + 1], memory(kind, data), zlib.crc32) == zlib.crc32(data)
+    assert around == b"\xaa" + data + b"\xaa"
 
 
 @pytest.mark.parametrize("size", [10, 1 << 20])
 def test_another_size_is_refused_before_a_byte_is_copied(size):
     to = bytearray(size)
-    with pytest.raises(ValueError, match="bytes for"):
-        copy(memoryview(to), memoryview(b"\1" * (size + 1)))
+    for made in (copy, lambda a, b: copy_and_sum(a, b, zlib.crc32)):
+        with pytest.raises(ValueError, match="bytes for"):
+            made(memoryview(to), memoryview(b"\1" * (size + 1)))
     assert not any(to)
 
 

@@ -11,8 +11,10 @@ from support import BLOCK_BYTES, PATIENCE_S, block, keys, loaded, wait
 
 from kvsteward.errors import ConfigError
 from kvsteward.kv.blocks import BlockStore, HostPool, Reason
+from kvsteward.kv.blocks.copying import PIECE_BYTES, SMALL_BYTES
 from kvsteward.kv.blocks.int8 import Int8
 from kvsteward.kv.blocks.lossless import Lossless
+from kvsteward.kv.blocks.record import Record, decode
 
 KEYS = keys(20)
 BLOCKS = [block(key) for key in KEYS]
@@ -78,6 +80,33 @@ def test_checksums_are_made_where_they_are_cheap(make, monkeypatch, inline):
     assert tiers[0].records == tiers[1].records
     store.host.clear()
     assert loaded(store, KEYS[:6]) == BLOCKS[:5]
+
+
+def test_large_blocks_come_back_bit_for_bit_from_memory_of_each_kind():
+    """They are copied and summed piece by piece, another way than small ones."""
+    size = PIECE_BYTES + SMALL_BYTES + 1
+    sources = [block(n, size) for n in range(4)]
+    views = [
+        memoryview(sources[0]),
+        memoryview(bytearray(sources[1])),
+        memoryview(b"x" + sources[2])[1:],
+        memoryview(bytearray(sources[3])).toreadonly(),
+    ]
+    tier = MemoryTier()
+    store = BlockStore(HostPool(size, 5 * (size + 8192)), [tier], queue_blocks=4)
+    for name, view in zip(KEYS, views, strict=False):
+        assert store.put(name, view)
+    assert store.flush(PATIENCE_S)
+    out = bytearray(size)
+    for name, source in zip(KEYS, sources, strict=False):
+        record = decode(memoryview(tier.records[name]), name, now_s=0.0)
+        assert isinstance(record, Record) and record.payload == source
+        assert store.get_into(name, memoryview(out))
+        assert out == source
+    store.host.clear()
+    assert loaded(store, KEYS[:4]) == sources
+    store.close(drain_s=0.0)
+    store.check()
 
 
 @pytest.mark.parametrize("codec", [None, Lossless(2), Lossless(2, "zstd")], ids=["raw", "deflate", "zstd"])

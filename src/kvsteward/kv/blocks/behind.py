@@ -24,10 +24,16 @@ from kvsteward.kv.blocks.tier import Tier, Write
 log = logging.getLogger("kvsteward.blocks")
 
 
-def seal(slot: Slot, key: bytes, expires_s: float) -> None:
-    """Writes the header of a raw record before the block. `expires_s` is Unix time, 0 for never."""
+def seal(slot: Slot, key: bytes, expires_s: float, payload_crc: int | None = None) -> None:
+    """Writes the header of a raw record before the block. `expires_s` is Unix time, 0 for never; `payload_crc` where it
+    is known."""
     slot.record[:HEADER_BYTES] = encode_header(
-        key, slot.block, codec=Raw.number, raw_bytes=slot.block.nbytes, expires_s=expires_s
+        key,
+        slot.block,
+        codec=Raw.number,
+        raw_bytes=slot.block.nbytes,
+        expires_s=expires_s,
+        payload_crc=payload_crc,
     )
 
 
@@ -64,7 +70,7 @@ class WriteBehind:
         queue_blocks: int,
         batch_blocks: int,
     ) -> None:
-        self.inline = codec.number == Raw.number and crc() is not plain_crc
+        self.inline = bool(tiers) and codec.number == Raw.number and crc() is not plain_crc
         self._lock, self._host, self._tiers, self._codec = lock, host, tiers, codec
         self._not_behind, self._queue_blocks, self._batch_blocks = not_behind, queue_blocks, batch_blocks
         self._queues: list[deque[_Outgoing | _Forget]] = [deque() for _ in tiers]

@@ -120,6 +120,7 @@ class Bringing:
         with self._lock:
             if ticket.result is None and self._clock() >= ticket.deadline_s:
                 self._counts.misses[Reason.LATE] += 1
+                ticket.late = True
                 self._settle(ticket)
             return ticket.result
 

@@ -96,6 +96,10 @@ class LoadOrRecompute:
         """A load of so many blocks from the tier took so long."""
         self._line(tier).saw(blocks * self._block_bytes, seconds)
 
+    def forget(self, tier: str) -> None:
+        """What was measured of the tier is old: believe in it as at the start."""
+        self._loads.pop(tier, None)
+
     def computed(self, tokens: int, seconds: float, context_tokens: int = 0) -> None:
         """A prefill of so many tokens after `context_tokens` took so long."""
         self._prefill.saw(tokens, max(0.0, seconds - self._attention_s(tokens, context_tokens)))

@@ -20,7 +20,7 @@ from kvsteward.kv.blocks.account import Counts, StoreFigures
 from kvsteward.kv.blocks.behind import WriteBehind, seal
 from kvsteward.kv.blocks.bringing import Bringing
 from kvsteward.kv.blocks.codecs import Codec, Raw
-from kvsteward.kv.blocks.copying import copy
+from kvsteward.kv.blocks.copying import copy, copy_and_sum
 from kvsteward.kv.blocks.fingerprint import DIGEST_BYTES, MAX_KEY_BYTES
 from kvsteward.kv.blocks.host import HostPool, Slot
 from kvsteward.kv.blocks.record import Reason, crc, payload_crc
@@ -39,7 +39,8 @@ class BlockStore:
     `queue_blocks` bounds the blocks that wait to be written to each tier, which are pinned meanwhile (default: half of
     the pool, 1,024 at most); `load_blocks` those that are being looked for; `batch_blocks` those of one read or write.
     `loaders` threads read, as many write as a tier can use, `sealers` encode and make checksums that no hardware makes.
-    `check_host`: `get_into` checks the checksum again, and `put` makes it.
+    `check_host`: `get_into` checks the checksum again, which `put` makes (it does so too where hardware does
+    it and blocks go down raw).
     """
 
     def __init__(
@@ -172,8 +173,11 @@ class BlockStore:
         filling = self.open_put(key, session, ttl_s)
         if filling is None:
             return self.host.holds(key)
-        copy(filling.block, block)
-        filling.commit()
+        if self._check_host or self._behind.inline:
+            filling.commit(copy_and_sum(filling.block, block, crc()))
+        else:
+            copy(filling.block, block)
+            filling.commit()
         return True
 
     def open_put(self, key: bytes, session: str | None = None, ttl_s: float | None = None) -> Filling | None:
@@ -193,12 +197,13 @@ class BlockStore:
                 self._counts.dropped[Reason.CLOSED if self._closed else Reason.NO_ROOM] += 1
             return None
 
-    def commit(self, slot: Slot, session: str, ttl_s: float | None) -> bool:
+    def commit(self, slot: Slot, session: str, ttl_s: float | None, crc: int | None) -> bool:
         """For `Filling`: the slot is full. True where it was queued for every lower tier."""
         expires_s = self._wall() + ttl_s if ttl_s is not None else 0.0
-        if self._check_host:
-            seal(slot, slot.key, expires_s)
-        self.host.commit(slot, session=session, expires_s=expires_s, sealed=self._check_host)
+        sealed = self._check_host or crc is not None
+        if sealed:
+            seal(slot, slot.key, expires_s, crc)
+        self.host.commit(slot, session=session, expires_s=expires_s, sealed=sealed)
         with self._lock:
             went = self._behind.send_locked(slot, session, expires_s, closed=self._closed)
         if not went:

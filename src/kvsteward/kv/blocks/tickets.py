@@ -38,6 +38,8 @@ class Ticket:
         """Of the first keys, those that are held."""
         self.result: int | None = None
         self.released = False
+        self.late = False
+        """It was settled by its deadline."""
 
     def poll(self) -> int | None:
         """None while blocks may still come; then how many of the first keys are in host memory, pinned until `release`.
@@ -62,7 +64,7 @@ class Ticket:
 class Filler(Protocol):
     """Who takes a slot back, filled or not."""
 
-    def commit(self, slot: Slot, session: str, ttl_s: float | None) -> bool: ...
+    def commit(self, slot: Slot, session: str, ttl_s: float | None, crc: int | None) -> bool: ...
 
     def abandon(self, slot: Slot) -> None: ...
 
@@ -77,12 +79,12 @@ class Filling:
         self._filler, self._slot, self._session, self._ttl_s = filler, slot, session, ttl_s
         self._open = True
 
-    def commit(self) -> bool:
-        """True where it was also queued for every lower tier."""
+    def commit(self, crc: int | None = None) -> bool:
+        """True where it was also queued for every lower tier. `crc`: the block's checksum, where it is known."""
         if not self._open:
             return False
         self._open = False
-        return self._filler.commit(self._slot, self._session, self._ttl_s)
+        return self._filler.commit(self._slot, self._session, self._ttl_s, crc)
 
     def abandon(self) -> None:
         """Gives the slot back unused. After `commit` it does nothing."""

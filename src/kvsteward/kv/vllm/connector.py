@@ -144,7 +144,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         told = self._told.get(request.request_id, Told())
         with self._guard_tiers() as below:
             if below is not None and told.note and told.over:
-                session = compat.tenant_session(request) or told.session
+                session = compat.tenant_session(request) or told.stored
                 if session:
                     below.loads.forget(session)
             elif below is not None and not told.note and compat.same_weights(request):

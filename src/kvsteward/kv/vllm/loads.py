@@ -26,6 +26,8 @@ PREFILL_TOKENS = 128
 """A step of as many tokens tells how fast prefill is."""
 HOLD_S = 1.0
 """How long a waiting request may keep blocks pinned that it does not ask for."""
+TRY_AGAIN_S = 60.0
+"""A tier that was slower than computing is tried again after that long: it may be fast by now."""
 KNOWN_S = 600.0
 """How long the lower tiers are trusted to have what was given to them."""
 
@@ -125,6 +127,7 @@ class Loads:
         self._holding: list[Ticket] = []
         self._fills: list[tuple[bytes, Filling]] = []
         self._known: OrderedDict[bytes, float] = OrderedDict()
+        self._tried_s = clock()
         self._after: list[Callable[[], object]] = []
         self.cost = LoadOrRecompute(store.host.block_bytes, block_tokens, tokens_per_s=1000.0)
         self._timed: deque[tuple[float, int]] = deque(maxlen=4)
@@ -309,7 +312,13 @@ class Loads:
         turn.first, turn.asked_s, turn.here = start, self._clock(), self._store.lookup(keys)
         missing, context = len(keys) - turn.here, (start + turn.here) * self._block_tokens
         decision = self.cost.decide(LOWER, missing, context)
-        fetch = self._lower and not turn.staged and decision.load_blocks > 0
+        fetch = self._lower and not turn.staged and missing > 0
+        if fetch and not decision.load_blocks:
+            fetch = turn.asked_s >= self._tried_s + TRY_AGAIN_S
+            if fetch:
+                self.cost.forget(LOWER)
+        if fetch:
+            self._tried_s = turn.asked_s
         within_s = min(self._within_s, decision.recompute_s) if fetch else 0.0
         turn.ticket = self._store.stage(keys, within_s, turn.session, lower=fetch)
         turn.staged = True
@@ -320,6 +329,8 @@ class Loads:
         self.counts.longest_wait_s = max(self.counts.longest_wait_s, waited_s)
         if there > turn.here:
             self.cost.loaded(LOWER, there - turn.here, waited_s)
+        elif turn.ticket is not None and turn.ticket.late:  # not one of them came in that time
+            self.cost.loaded(LOWER, 1, waited_s)
         for name in self._keys(turn)[turn.first + there :]:  # it did not come, whatever was believed
             self._known.pop(name, None)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
 
@@ -54,6 +55,7 @@ class Link:
     def __init__(
         self, url: str, *, timeout_s: float = 5.0, connect_timeout_s: float = 2.0, pause_s: float = 0.25
     ) -> None:
+        self._again = partial(Link, url, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, pause_s=pause_s)
         parts = urlsplit(url)
         query = parse_qs(parts.query)
         self.cluster = query.pop("cluster", ["false"])[-1].lower() in {"true", "yes", "1"}
@@ -66,7 +68,8 @@ class Link:
         settings: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": connect_timeout_s}
         if scheme != "unix":
             settings["socket_keepalive"] = True
-        self._url, self._settings, self._client = url, settings, None
+        self._url, self._settings = url, settings
+        self._client: Any = None
         if not self.cluster:
             try:
                 self._client = valkey.Valkey.from_url(url, **settings)
@@ -95,6 +98,10 @@ class Link:
             except exceptions.NoScriptError:  # the server is new, or has forgotten it: nothing was done
                 return client.execute_command("EVAL", script.text, len(keys), *keys, *words)
 
+    def another(self) -> Link:
+        """A link to the same server, with connections of its own."""
+        return self._again()
+
     def close(self) -> None:
         self._closed = True
         if self._client is not None:
@@ -119,6 +126,10 @@ class Link:
         except exceptions.OutOfMemoryError as error:
             hint = "Valkey's memory is full: raise its maxmemory, or keep logs for fewer days (--log-days)."
             raise StoreError(f"{self.place}: {error}", hint=hint) from error
+        except exceptions.ReadOnlyError as error:  # it was made a replica: by its name another may be found now
+            if not self.cluster:
+                self._client.connection_pool.disconnect()
+            raise self._away("it is a replica, which takes no writes") from error
         except _AWAY as error:
             self._away_until_s = time.monotonic() + self._pause_s
             raise self._away(str(error) or type(error).__name__) from error

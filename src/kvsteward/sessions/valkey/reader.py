@@ -23,6 +23,8 @@ from kvsteward.sessions.valkey.rows import Holder, Keys, Meta
 T = TypeVar("T")
 
 PAGE = 500
+_LIST_PAGE = 100
+"""Of decisions, which may be long."""
 _PAGE_BYTES = 8 * 2**20
 _BLOB_BYTES = 2**20
 """What a data URL is taken for when a page is planned: its length is known to the server alone."""
@@ -104,22 +106,27 @@ class Reader:
     def find_all(self, hashes: Sequence[str]) -> list[Found]:
         found: list[Found] = []
         for members in self.members([rows.entry_key(hash_) for hash_ in hashes]):
-            holders = [(name, holder) for name, member in members if (holder := rows.holder_of(member))]
+            holders = [
+                (name, holder)
+                for name, member in members
+                if (holder := rows.holder_of(member)) and rows.entry_key(holder.hash) == name
+            ]
             for page in pages(holders):
                 found += self.held(page)
         return list({(one.hash, one.session_id): one for one in found}.values())
 
     def held(self, holders: Sequence[tuple[bytes, Holder]], tenant: str | None = None) -> list[Found]:
         """Those of an index's holders that do hold the entry. Those of a session that is no more leave the index."""
-        commands: list[Command] = []
+        ids = {holder.session_id: Keys(holder.session_id) for _, holder in holders}
+        commands: list[Command] = [life_command(keys) for keys in ids.values()]
         for _, holder in holders:
-            keys = Keys(holder.session_id)
-            commands += [life_command(keys), ("HEXISTS", keys[rows.ENTRIES], rows.text(holder.hash))]
+            commands.append(("HEXISTS", ids[holder.session_id][rows.ENTRIES], rows.text(holder.hash)))
         answers = self._link.ask_all(commands)
+        lives = {id_: life_of(id_, row) for id_, row in zip(ids, answers, strict=False)}
         found: list[Found] = []
         gone: list[Command] = []
-        for (name, holder), row, holds in zip(holders, answers[::2], answers[1::2], strict=True):
-            life = life_of(holder.session_id, row)
+        for (name, holder), holds in zip(holders, answers[len(ids) :], strict=True):
+            life = lives[holder.session_id]
             if life.uid != holder.uid:  # a uid stands before its first holder, and never comes back
                 gone.append(("SREM", name, holder.member()))
             elif life.session is not None and holds and tenant in {None, life.session.tenant}:
@@ -167,8 +174,12 @@ class Reader:
         """The names of all entries as they came, in pages."""
         yield from _full_pages(lambda at: self._link.ask("LRANGE", keys[rows.ORDER], at, at + PAGE - 1))
 
+    def lists(self, key: bytes) -> Iterator[Sequence[bytes]]:
+        """The elements of a list in pages."""
+        yield from _full_pages(lambda at: self._link.ask("LRANGE", key, at, at + _LIST_PAGE - 1))
+
     def all_of(self, key: bytes) -> Iterator[bytes]:
-        for page in _full_pages(lambda at: self._link.ask("LRANGE", key, at, at + PAGE - 1)):
+        for page in self.lists(key):
             yield from page
 
     def values(self, key: bytes, names: Sequence[bytes]) -> Sequence[bytes | None]:

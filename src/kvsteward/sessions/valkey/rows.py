@@ -12,6 +12,8 @@ All that belongs to one session has the session's tag in braces, so it lies in o
     kvs:1:{TAG}:names       sorted set of entries, for prefixes
     kvs:1:{TAG}:decisions   list: a line of JSON, then the payload
     kvs:1:{TAG}:drafts      hash: turn -> a line of JSON, then the text
+    kvs:1:{TAG}:vectors     hash: SPACE:ENTRY -> its vectors, each behind its length
+    kvs:1:{TAG}:vectororder sorted set: SPACE:ENTRY as they were made
 
 What spans sessions is an index: it may say too much (a writer that died), never too little, and each answer of it is
 checked at the session.
@@ -45,9 +47,12 @@ PREFIX = b"kvs:1:"
 _PLAIN = re.compile(rb"[\w./:+=@-]{1,128}")
 _FIELDS = tuple(field.name for field in fields(Session))
 
-ROW, ENTRIES, RAW, BLOBS, ORDER, NAMES, DECISIONS, DRAFTS = range(1, 9)
+ROW, ENTRIES, RAW, BLOBS, ORDER, NAMES, DECISIONS, DRAFTS, VECTORS, VECTOR_ORDER = range(1, 11)
 """Where each key of a session stands in `Keys.all`, counted as scripts count."""
-_PARTS = (b"row", b"entries", b"raw", b"blobs", b"order", b"names", b"decisions", b"drafts")
+_PARTS = (
+    *(b"row", b"entries", b"raw", b"blobs", b"order", b"names", b"decisions", b"drafts"),
+    *(b"vectors", b"vectororder"),
+)
 
 USED, DUE, OWNERS, _ANSWER = PREFIX + b"used", PREFIX + b"due", PREFIX + b"owners", PREFIX + b"answer:"
 

@@ -54,6 +54,14 @@ end
 return found
 """)
 
+VECTORS = Script("""#!lua
+-- KEYS: row, entries, vectors, their order. ARGV: entry, field, value. 1 if it is kept, 0 if the entry is no more.
+if redis.call('HEXISTS', KEYS[1], 's') == 0 or redis.call('HEXISTS', KEYS[2], ARGV[1]) == 0 then return 0 end
+redis.call('HSET', KEYS[3], ARGV[2], ARGV[3])
+redis.call('ZADD', KEYS[4], redis.call('HINCRBY', KEYS[1], 'vectors', 1), ARGV[2])
+return 1
+""")
+
 DROP = Script("""#!lua flags=allow-oom
 -- KEYS: a sorted set. ARGV: member, low, high. Removes the member if its score is between them.
 local score = tonumber(redis.call('ZSCORE', KEYS[1], ARGV[1]) or 'nan')

@@ -48,6 +48,7 @@ from kvsteward.sessions.valkey.rows import Holder, Keys, Meta
 from kvsteward.sessions.valkey.scripts import Changes
 from kvsteward.sessions.valkey.turns import OpenTurns
 from kvsteward.sessions.valkey.verify import session_faults
+from kvsteward.sessions.vectors import VectorIndex, without_numpy
 from kvsteward.wire.fingerprint import root
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ LEASE_S = 60.0
 _TRIES = 50
 _MIN_VERSION = (7,)
 _VERIFY_TRIES = 5
+_SLOW_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class ValkeyStore(SessionStore):
             with self._noted(session) as noted:
                 self._link.ask_all([*noted, *_places(session)])
                 changes = Changes()
-                changes.add("HSET", rows.ROW, "u", uid, *self._row(session, 0, 0))
+                changes.add("HSET", rows.ROW, "u", uid, *self._row(session, Life(None), 0, 0))
                 if self._commit(keys, b"", changes):
                     return
 
@@ -123,11 +125,11 @@ class ValkeyStore(SessionStore):
             count = min(limit - len(found), PAGE)
             ids = [rows.string(id_) for id_ in self._link.ask("ZRANGE", index, at, at + count - 1)]
             at += len(ids)
-            found += [
-                life.session
-                for life in self._reader.lives(ids)
-                if life.session and tenant in {None, life.session.tenant}
-            ]
+            for id_, life in zip(ids, self._reader.lives(ids), strict=True):
+                if life.session is not None and tenant in {None, life.session.tenant}:
+                    found.append(life.session)
+                elif not life.version:  # a writer died. One that is only slow was not last used an hour ago
+                    self._link.run(scripts.DROP, [index], [rows.text(id_), _SLOW_S - time.time(), "inf"])
             if len(ids) < count:
                 break
         return found
@@ -173,11 +175,8 @@ class ValkeyStore(SessionStore):
 
     def path(self, session_id: str, head: str | None = None) -> Sequence[Entry]:
         keys, session = Keys(session_id), self._reader.session(session_id)
-        return list(
-            self._reader.entries(
-                keys, session, self._reader.walk(keys, session, session.head if head is None else head)
-            )
-        )
+        metas = self._reader.walk(keys, session, session.head if head is None else head)
+        return list(self._reader.entries(keys, session, metas))
 
     def decisions(self, session_id: str) -> Sequence[Decision]:
         keys = Keys(session_id)
@@ -206,11 +205,9 @@ class ValkeyStore(SessionStore):
     def lookup(self, session_id: str, query: str, *, head: str | None = None, limit: int = 20) -> Sequence[Entry]:
         keys, session = Keys(session_id), self._reader.session(session_id)
         forms, asked = needles(query), words.words(query)
-        on_path = (
-            None
-            if head is None
-            else {meta.hash for meta in self._reader.walk(keys, session, head, unknown_is_empty=True)}
-        )
+        on_path: set[str] | None = None
+        if head is not None:
+            on_path = {meta.hash for meta in self._reader.walk(keys, session, head, unknown_is_empty=True)}
         found: list[tuple[float, int, Meta]] = []
         metas: list[Meta] = []
         with Ranking(session_id) as ranking:
@@ -226,6 +223,18 @@ class ValkeyStore(SessionStore):
             best = [metas[place] for place in ranking.best(asked)]
         best = [meta for meta in best if on_path is None or meta.hash in on_path]
         return list(self._reader.entries(keys, session, best[: max(limit, 0)]))
+
+    def on_path(self, session_id: str, head: str, hashes: Sequence[str]) -> frozenset[str]:
+        keys, session = Keys(session_id), self._reader.session(session_id)
+        path = self._reader.walk(keys, session, head, unknown_is_empty=True)
+        return frozenset(hashes) & {meta.hash for meta in path}
+
+    def vectors(self) -> VectorIndex:
+        try:
+            from kvsteward.sessions.valkey.vectors import ValkeyVectors
+        except ModuleNotFoundError as error:
+            raise without_numpy(error) from error
+        return ValkeyVectors(self._link.another())
 
     def branch(self, session: Session, source_id: str, head: str) -> None:
         keys, source_keys = Keys(session.id), Keys(source_id)
@@ -244,14 +253,14 @@ class ValkeyStore(SessionStore):
             _add_blobs(changes, blobs)
             version = self._go_on(keys, session.id, version, changes)
         on_path, count = {meta.hash for meta in metas}, 0
-        for value in self._reader.all_of(source_keys[rows.DECISIONS]):
-            if rows.decode_decision(source_id, value)[0].at in on_path:
-                changes, count = Changes(), count + 1
-                changes.add("RPUSH", rows.DECISIONS, value)
-                version = self._go_on(keys, session.id, version, changes)
+        for values in self._reader.lists(source_keys[rows.DECISIONS]):
+            kept = [value for value in values if rows.decode_decision(source_id, value)[0].at in on_path]
+            changes, count = Changes(), count + len(kept)
+            changes.add_all("RPUSH", rows.DECISIONS, kept)
+            version = self._go_on(keys, session.id, version, changes)
         changes = Changes()
         changes.add("HDEL", rows.ROW, "t", "b")
-        changes.add("HSET", rows.ROW, *self._row(session, len(metas), count))
+        changes.add("HSET", rows.ROW, *self._row(session, Life(None), len(metas), count))
         with self._noted(session) as noted:
             self._link.ask_all([*noted, *_places(session)])
             self._go_on(keys, session.id, version, changes)
@@ -334,9 +343,9 @@ class ValkeyStore(SessionStore):
     def _wipe(self, keys: Keys, session: Session, version: bytes) -> bool:
         """Texts first, in one step, then the rest. False if somebody has written to the session."""
         changes = Changes()
-        for key in (rows.RAW, rows.BLOBS, rows.DECISIONS, rows.DRAFTS):
+        for key in (rows.RAW, rows.BLOBS, rows.DECISIONS, rows.DRAFTS, rows.VECTORS, rows.VECTOR_ORDER):
             changes.add("UNLINK", key)
-        changes.add("HDEL", rows.ROW, "s", "root", "o", "n", "d", "drafts")
+        changes.add("HDEL", rows.ROW, "s", "root", "o", "n", "d", "drafts", "vectors")
         after = self._version()
         changes.add("HSET", rows.ROW, "v", after, *_hidden(session))
         if not self._commit(keys, version, changes, scripts.WIPE):
@@ -345,19 +354,18 @@ class ValkeyStore(SessionStore):
         return True
 
     def _purge(self, keys: Keys, session_id: str, version: bytes) -> None:
-        """Takes away what is left of a session that is wiped, or was never finished: its places in the indexes first,
-        so that whoever stops in between leaves enough to go on from."""
+        """Takes away what is left of a session that is wiped, or was never finished. Whoever stops in between leaves
+        enough to go on from: a place in the index of sessions."""
         uid, tenant, bounds = self._link.ask("HMGET", keys[rows.ROW], "u", "t", "b")
         tenant, uid = rows.string(tenant or b""), rows.string(uid or b"")
         for page in self._reader.orders(keys):
             metas = self._reader.metas(keys, page)
             self._link.ask_all(_holders("SREM", session_id, tenant, uid, metas))
-        used_s, due_s = rows.decode_bounds(session_id, bounds)
-        self._forget(session_id, tenant, used_s, due_s)
         changes = Changes()
         for key in (rows.ENTRIES, rows.RAW, rows.BLOBS, rows.ORDER, rows.NAMES, rows.DECISIONS, rows.DRAFTS, rows.ROW):
             changes.add("UNLINK", key)
-        self._commit(keys, version, changes, scripts.WIPE)
+        if self._commit(keys, version, changes, scripts.WIPE):
+            self._forget(session_id, tenant, *rows.decode_bounds(session_id, bounds))
 
     def _forget(self, session_id: str, tenant: str | None, used_s: float, due_s: float) -> None:
         """Takes a session out of the indexes, but for one that was used later."""
@@ -504,9 +512,12 @@ class ValkeyStore(SessionStore):
         """Does what `plan` says of the session as it stands, until nobody else comes between. `needed` are the entries
         whose depths it will ask for. None: there is no such session."""
         keys = Keys(session_id)
+        tried: tuple[Session, str, list[Entry]] | None = None
         for tries in range(_TRIES):
             life, depths = self._reader.read(keys, session_id, needed)
             if life.session is None:
+                if tried is not None:
+                    self._take_back(*tried)
                 return None
             todo = plan(life, life.session, depths)
             if todo is None:
@@ -517,8 +528,15 @@ class ValkeyStore(SessionStore):
                     new.setdefault(entry.hash, entry)
             if self._written(keys, life, todo, list(new.values()), indexed=indexed):
                 return todo.session
+            tried = (todo.session, life.uid, list(new.values()))
             time.sleep(random.uniform(0, 0.001) * min(tries, 20))
         raise StoreUnavailableError(f"session {session_id}: too many write to it at once", retry_after_s=1.0)
+
+    def _take_back(self, session: Session, uid: str, entries: Sequence[Entry]) -> None:
+        """The session was wiped before it could be written: takes back what says that it holds something."""
+        for page in pages(entries):
+            self._link.ask_all(_holders("SREM", session.id, session.tenant, uid, page))
+        self._forget(session.id, session.tenant, session.last_used_s, session.last_used_s + session.ttl_s)
 
     def _written(self, keys: Keys, life: Life, todo: _Plan, added: Sequence[Entry], *, indexed: bool) -> bool:
         session = todo.session
@@ -530,7 +548,7 @@ class ValkeyStore(SessionStore):
         changes.add_all("RPUSH", rows.DECISIONS, [rows.encode_decision(decision) for decision in todo.decisions])
         changes.add_all("HDEL", rows.DRAFTS, todo.ended)
         counts = (life.entries + len(added), life.decisions + len(todo.decisions))
-        changes.add("HSET", rows.ROW, *self._row(session, *counts))
+        changes.add("HSET", rows.ROW, *self._row(session, life, *counts))
         with self._noted(session) as noted:
             places = [*noted, *(_places(session) if indexed else ())]
             places += _holders("SADD", session.id, session.tenant, life.uid, [meta for meta, _ in items])
@@ -541,9 +559,12 @@ class ValkeyStore(SessionStore):
     def _commit(self, keys: Keys, version: bytes, changes: Changes, script: Any = scripts.COMMIT) -> bool:
         return bool(self._link.run(script, keys.all, [version, *changes.words]) == 1)
 
-    def _row(self, session: Session, entries: int, decisions: int) -> tuple[Any, ...]:
-        """Names and values of a session's row, with a version of its own."""
-        opener = self._turns.owner if session.state == "active" else ""
+    def _row(self, session: Session, before: Life, entries: int, decisions: int) -> tuple[Any, ...]:
+        """Names and values of a session's row, with a version of its own. Who made it active stays."""
+        opener = ""
+        if session.state == "active":
+            was_active = before.session is not None and before.session.state == "active"
+            opener = (before.opener if was_active else "") or self._turns.owner
         return (
             *("s", rows.encode_session(session), "v", self._version(), "root", root(session.tenant), "o", opener),
             *("n", entries, "d", decisions),
@@ -608,7 +629,7 @@ class ValkeyStore(SessionStore):
         if info.get("maxmemory") and policy.startswith("allkeys"):
             raise ConfigError(
                 f"{self._link.place} throws keys away when its memory is full (maxmemory-policy {policy})",
-                hint="Set maxmemory-policy noeviction (or volatile-lru): no log may be lost.",
+                hint="Set maxmemory-policy noeviction: no log may be lost.",
                 param="store",
             )
         if not info.get("aof_enabled"):
@@ -625,7 +646,7 @@ def _places(session: Session) -> list[Command]:
     ]
 
 
-def _holders(name: str, session_id: str, tenant: str, uid: str, metas: Iterable[Meta]) -> list[Command]:
+def _holders(name: str, session_id: str, tenant: str, uid: str, metas: Iterable[Meta | Entry]) -> list[Command]:
     """Sets ("SADD") or takes back ("SREM") the places of entries in the indexes of entries and answers."""
     commands: list[Command] = []
     for meta in metas:

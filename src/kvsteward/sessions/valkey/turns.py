@@ -30,11 +30,13 @@ class OpenTurns:
         self._lock = threading.Lock()
         self._noted: set[str] = set()
         self._writing = Counter[str]()
+        self._known = False
 
     @contextmanager
     def noting(self, session_id: str) -> Iterator[Sequence[Command]]:
         """Around a write that opens a turn: what must be sent before it."""
         with self._lock:
+            self._known = True
             self._noted.add(session_id)
             self._writing[session_id] += 1
         try:
@@ -113,6 +115,8 @@ class OpenTurns:
 
     def close(self) -> None:
         """Others need not wait for the lease to run out."""
+        if not self._known:  # it only read
+            return
         self.tidy()
         with self._lock:
             left = bool(self._noted)
