@@ -1,6 +1,6 @@
 """What the engine's model is worth where a policy has it asked: how often its answers stand the test, what they keep.
 
-    python benchmarks/ask.py [--passages 24] [--limit 160] [--threads 1] [--quick] [--json]
+    python benchmarks/ask.py [--passages 12] [--limit 160] [--threads 1] [--quick] [--json]
 
 On the embedded llama.cpp with its small model. Two parts:
 
@@ -221,7 +221,7 @@ async def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--passages", type=int, default=24)
+    parser.add_argument("--passages", type=int, default=12)
     parser.add_argument("--limit", type=int, default=160, help="tokens of a tool result; the note takes some")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="six passages")
