@@ -9,8 +9,8 @@ before that turn is in the log; it is searched, and a hit is a message that hold
     turn    what the turn says, its own words and the names of its calls and arguments, without any of its values: the
             question of a model that knows what it needs, but not what it is. Written by nobody for this purpose
 
-Words is the store's own search (SQLite), fused what the gateway does with `--embeddings` (reciprocal rank fusion of
-both), meaning its second ranking alone. Without --url, llama.cpp serves the embeddings, with the mean of the states of
+Words is the store's own search (SQLite), fused what the gateway does with `--embeddings` (both in
+turn), meaning its second ranking alone. Without --url, llama.cpp serves the embeddings, with the mean of the states of
 --gguf (default: the small chat model of the tests, which was not trained for it).
 """
 

@@ -1,40 +1,25 @@
-"""Several rankings of the same things as one: reciprocal rank fusion.
+"""Several rankings of the same things as one: their first places in turn, then their second ones.
 
-Pure; knows nothing of what is ranked, nor of the scores that it was ranked by: only places count, so a ranking by words
-and one by meaning need no common scale. Invariants: what stands in any ranking stands once in the result; one ranking
-alone comes out as it went in.
+Pure; knows nothing of what is ranked, nor of the scores that it was ranked by. Invariants: what stands in any ranking
+stands once in the result; the first ranking's first thing stays first; the nth thing of a ranking comes at n times the
+number of rankings at the latest.
+
+Adding up reciprocal places (reciprocal rank fusion, Cormack, Clarke and Buettcher, SIGIR 2009) has no such bound: in a
+log of some dozen messages nearly each stands in both rankings, and a weak one pulls the right message down
+(benchmarks/RESULTS.md, "Recall").
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
+from itertools import zip_longest
 from typing import TypeVar
 
 T = TypeVar("T", bound=Hashable)
-
-K = 60
-"""How much the first places stand out: the larger, the less. The paper's value; it found that little depends on it."""
+_NONE = object()
 
 
-def fused(rankings: Sequence[Sequence[T]], *, k: int = K) -> list[T]:
-    """The union of the rankings by `sum(1 / (k + place))` over those that hold a thing, places from 1, best first.
-
-    Of two that are worth the same, the one with the better place comes first, then the one of the earlier ranking.
-    Where a ranking names a thing twice, its first place counts.
-
-    Cormack, Clarke and Buettcher: Reciprocal Rank Fusion outperforms Condorcet and individual Rank Learning Methods,
-    SIGIR 2009, https://doi.org/10.1145/1571941.1572114.
-    """
-    places: dict[T, dict[int, int]] = {}
-    for number, ranking in enumerate(rankings):
-        for place, thing in enumerate(ranking, 1):
-            places.setdefault(thing, {}).setdefault(number, place)
-
-    def order(thing: T) -> tuple[float, int, int]:
-        held = places[thing]
-        worth = math.fsum(1 / (k + place) for place in held.values())  # exact, so that the order of summands is nothing
-        place, number = min((place, number) for number, place in held.items())
-        return -worth, place, number
-
-    return sorted(places, key=order)
+def fused(rankings: Sequence[Sequence[T]]) -> list[T]:
+    """The union of the rankings, best first. Of two in the same place, the earlier ranking's comes first."""
+    places = (thing for place in zip_longest(*rankings, fillvalue=_NONE) for thing in place if thing is not _NONE)
+    return list(dict.fromkeys(places))  # type: ignore[arg-type]  # without the filling
