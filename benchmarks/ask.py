@@ -209,12 +209,21 @@ async def classes(engine: Engine) -> dict[str, Any]:
     return found
 
 
+def told(part: str, rows: dict[str, Any]) -> dict[str, Any]:
+    """Printed as it comes: a run that is ended early has said something."""
+    print(part)
+    for key, value in rows.items():
+        print(f"  {key:36} {value}", flush=True)
+    return rows
+
+
 async def measured(args: argparse.Namespace) -> dict[str, Any]:
     engine = create_engine(EngineSpec(kind="embedded", slots=1, context_tokens=4_096, threads=args.threads))
     await engine.start()
     try:
         count = 6 if args.quick else args.passages
-        return {"prose": await prose(engine, count, args.limit), "classes": await classes(engine)}
+        found = {"classes": told("classes", await classes(engine))}
+        return {**found, "prose": told("prose", await prose(engine, count, args.limit))}
     finally:
         await engine.close()
 
@@ -228,10 +237,6 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     args = parser.parse_args()
     found = asyncio.run(measured(args))
-    for part, rows in found.items():
-        print(part)
-        for key, value in rows.items():
-            print(f"  {key:36} {value}")
     if args.json:
         print(json.dumps(found))
 
