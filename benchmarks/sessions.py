@@ -144,15 +144,15 @@ def valkey_server(folder: Path) -> Iterator[str]:
             child.terminate()
 
 
-def measure(url: str, *, quick: bool) -> dict[str, float]:
+def measure(url: str, *, quick: bool, small: bool) -> dict[str, float]:
     store = open_store(url)
     try:
-        repeats = 5 if quick else 20
-        results = appends(store, 500 if quick else 5000)
+        repeats = 5 if quick or small else 20
+        results = appends(store, 200 if small else 500 if quick else 5000)
         results |= drafts(store, 50)
-        results |= paths(store, [1_000, 10_000], repeats)
+        results |= paths(store, [1_000] if small else [1_000, 10_000], repeats)
         results |= lookups(store, 1_000, repeats)
-        results |= finds(store, 10_000 if quick else 100_000, repeats)
+        results |= finds(store, 1_000 if small else 10_000 if quick else 100_000, repeats)
         results["verify_s"] = best_s(store.verify, 1)
         return {name: round(value, 4) for name, value in results.items()}
     finally:
@@ -162,6 +162,7 @@ def measure(url: str, *, quick: bool) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, find among 10,000 entries")
+    parser.add_argument("--small", action="store_true", help="a few seconds: 200 turns, find among 1,000 entries")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--dir", type=Path, help="where the SQLite file is made")
     parser.add_argument("--valkey", help="URL of a server with an empty database")
@@ -171,13 +172,18 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir))
         valkey = options.valkey or stack.enter_context(valkey_server(Path(folder)))
         stores = {"memory": "memory:", "sqlite": f"sqlite:///{folder}/log.db", "valkey": valkey}
-        results = {name: measure(url, quick=options.quick) for name, url in stores.items()}
+        results = {name: measure(url, quick=options.quick, small=options.small) for name, url in stores.items()}
     for name, row in results.items():
         print(name)
         for figure, value in row.items():
             print(f"  {figure:36} {value:12.3f}")
     if options.json:
-        about = {"python": platform.python_version(), "sqlite": sqlite3.sqlite_version, "quick": options.quick}
+        about = {
+            "python": platform.python_version(),
+            "sqlite": sqlite3.sqlite_version,
+            "quick": options.quick,
+            "small": options.small,
+        }
         about |= {"load_before": load, "load_after": os.getloadavg()[0]}
         print(json.dumps({"benchmark": "sessions", **about, "stores": results}))
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from kvsteward.context.marks import Policy
+from kvsteward.context.plan import PlanRules
 from kvsteward.engines.http import HttpOptions
 from kvsteward.engines.openai import OpenAIEngine
 from kvsteward.engines.scripted import ScriptedEngine, ScriptedOptions
@@ -97,6 +98,29 @@ async def test_a_summary_is_asked_for_in_the_same_cache(start, vllm):
         await gateway.until(lambda: gateway.steward.scribe.running == 0)
     asked = [r for r in engine.requests if r.request_id.endswith("-summary")]
     assert asked
+    assert set(salts(engine)) == {KEYS["k1"].cache_salt}
+
+
+async def test_questions_to_the_model_are_asked_in_the_same_cache(start, vllm):
+    engine, adapter = vllm
+    policy = Policy(summary="extractive", prose="engine", plan=PlanRules(unsure="engine"), tool_limit_tokens=200)
+    gateway = await start(engine=adapter, settings=Settings(keys=KEYS, budget_tokens=2048, policy=policy))
+    call = {"id": "c", "type": "function", "function": {"name": "report", "arguments": "{}"}}
+    told = "The water flows down to the sea as it always does, and people walk along it in the sun. " * 30
+    history = [
+        user("What is new?"),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": told},
+    ]
+    for number in range(40):
+        answer = await gateway.chat(*history, session="s", headers=key("k1"), max_tokens=60)
+        history.append(answer["choices"][0]["message"])
+        history.append(user(f"Ideally entry {number} is short. " + "File this note away for later. " * 6))
+        await gateway.until(lambda: gateway.steward.sorter.running == 0)
+        asked = {r.request_id.rpartition("-")[2] for r in engine.requests} & {"prose", "class"}
+        if len(asked) == 2:
+            break
+    assert asked == {"prose", "class"}
     assert set(salts(engine)) == {KEYS["k1"].cache_salt}
 
 

@@ -225,7 +225,7 @@ def verify(
         for line in lines:
             if line in told:
                 continue
-            if _ORDER.search(line):
+            if gives_orders(line):
                 orders += 1
             elif not known.has_all_of(line):
                 invented += 1
@@ -263,15 +263,22 @@ def _refusal(draft: str, room_tokens: int, estimator: Estimator) -> str:
     """Why an answer is not even read; empty if it is."""
     if not draft.strip():
         return "empty"
-    if _CALL.match(draft) or _is_call(draft):
+    if is_tool_call(draft):
         return "a tool call"
     if estimator.text(draft) > _LONGEST_RATIO * room_tokens:
         return "too long for a summary"
     return ""
 
 
-def _is_call(draft: str) -> bool:
-    """A call written as text: one object, or a list of them, with a name and arguments."""
+def gives_orders(text: str) -> bool:
+    """Whether a text tries to be an instruction to a model, or has marks of a role."""
+    return bool(_ORDER.search(text))
+
+
+def is_tool_call(draft: str) -> bool:
+    """A call written as text: in a model's own marks, or one object, or a list of them, with a name and arguments."""
+    if _CALL.match(draft):
+        return True
     text = _FENCE.sub("", draft).strip()
     if text[:1] not in {"{", "["}:
         return False

@@ -34,13 +34,15 @@ from kvsteward.errors import (
 )
 from kvsteward.gateway import api, turn
 from kvsteward.gateway.answer import again_tokens
+from kvsteward.gateway.asking import Asking
 from kvsteward.gateway.auth import tenant_of
 from kvsteward.gateway.desk import Desk, Resolved
 from kvsteward.gateway.fleet import Fleet, Station
 from kvsteward.gateway.librarian import Librarian
 from kvsteward.gateway.relay import ClientGone, Exchange
 from kvsteward.gateway.scribe import Scribe
-from kvsteward.gateway.settings import Settings, Tenant, check_isolation, check_selective
+from kvsteward.gateway.settings import Settings, Tenant, check_asks, check_isolation, check_selective
+from kvsteward.gateway.sorter import Sorter
 from kvsteward.gateway.telemetry import Telemetry
 from kvsteward.gateway.upstream import PATH
 from kvsteward.sessions.base import Session, SessionStore
@@ -71,7 +73,9 @@ class Steward:
         self.telemetry = Telemetry()
         self.desk = Desk(store, settings, self.wall)
         self.fleet = Fleet(engines, settings.limits, self.now)
+        self.asking = Asking(self)
         self.scribe = Scribe(self)
+        self.sorter = Sorter(self)
         self.librarian = self._librarian(settings, store)
         self.samples: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
         self.recent_ttft_s: deque[float] = deque(maxlen=200)
@@ -96,6 +100,7 @@ class Steward:
     async def start(self) -> None:
         """Reaches the engines, ends what a crash left open, and starts the housekeeping. Raises EngineError if not one
         engine can be reached, ConfigError for an option that an engine cannot honour."""
+        check_asks(self.settings)
         await self._reach()
         check_selective(self.settings, [station.info for station in self.fleet.stations if station.up])
         check_isolation(self.settings, [station.engine for station in self.fleet.stations])
@@ -114,6 +119,7 @@ class Steward:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.scribe.close()
+        await self.sorter.close()
         if self.librarian is not None:
             await self.librarian.close()
         for station in self.fleet.stations:
@@ -209,6 +215,10 @@ class Steward:
         self.telemetry.selective_saved.inc(
             sum(r.tokens_before - r.tokens_after for r in prepared.reductions if r.selective)
         )
+        for asked in prepared.asked:
+            self.telemetry.count_asked(asked)
+        if prepared.unsorted:
+            self.telemetry.asks.labels("class", "late").inc()
         if prepared.epoch is not None:
             self.telemetry.compactions.inc()
             if prepared.epoch.judged is not None:
@@ -294,6 +304,7 @@ class Steward:
         """Frees what a session has in the KV pool, where the engine can."""
         self.desk.forget(session.id)
         self.scribe.forget(session.id)
+        self.sorter.forget(session.id)
         if self.librarian is not None:
             self.librarian.forget(session.id)
         station = self.fleet.station_of(session.id, session.engine)

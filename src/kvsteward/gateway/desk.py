@@ -23,9 +23,10 @@ import orjson
 
 from kvsteward.context.hygiene import canonical_tools
 from kvsteward.context.images import hashes
-from kvsteward.context.layout import Item, View, derive, with_note
-from kvsteward.context.pipeline import Arrival, Note, Prepared, Reduction, decode_epoch, encode_epoch
+from kvsteward.context.layout import Arrival, Item, View, derive, with_note
+from kvsteward.context.pipeline import Note, Prepared, Reduction, decode_epoch, encode_epoch
 from kvsteward.context.tokens import Estimator
+from kvsteward.context.unsure import Classified
 from kvsteward.errors import NotFoundError, StateError, StoreError
 from kvsteward.gateway.ids import Ids
 from kvsteward.gateway.settings import Settings, Tenant
@@ -478,10 +479,13 @@ def rebuild(path: Sequence[Entry], decisions: Sequence[Decision], estimator: Est
     on_path = {entry.hash for entry in path}
     noted = [msgspec.json.decode(d.payload, type=Note) for d in decisions if d.kind == "note" and d.at in on_path]
     tools = [orjson.loads(d.payload) for d in decisions if d.kind == "tools" and d.at in on_path]
+    told = [msgspec.json.decode(d.payload, type=Classified) for d in decisions if d.kind == "class" and d.at in on_path]
+    classes = {hash_: found for one in told for hash_, found in one.items.items()}
     items = []
     for entry in path:
         message = orjson.loads(entry.raw)
-        items.append(Item(entry.hash, entry.depth, message, entry.tokens, entry.tokens, hashes(message)))
+        item = Item(entry.hash, entry.depth, message, entry.tokens, entry.tokens, hashes(message))
+        items.append(replace(item, classes=classes[entry.hash]) if entry.hash in classes else item)
     view = derive(items, epochs, reduced, {note.hash: note.text for note in noted})
     view = replace(
         view,
@@ -508,6 +512,10 @@ def _decisions(resolved: Resolved, prepared: Prepared | None, tools: Tools | Non
     for reduction in prepared.reductions if prepared else ():
         if reduction.kind == "distil":
             found.append(Decision(reduction.hash, "distil", orjson.dumps(reduction), now))
+    for asked in prepared.asked if prepared else ():
+        found.append(Decision(asked.at, "ask", orjson.dumps(asked), now))
+    if prepared and prepared.classified:
+        found.append(Decision(resolved.head, "class", orjson.dumps(prepared.classified), now))
     if prepared and prepared.epoch:
         found.append(Decision(resolved.head, "compact", encode_epoch(prepared.epoch), now))
     if prepared and prepared.note:

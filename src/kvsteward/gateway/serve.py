@@ -22,7 +22,15 @@ from kvsteward.engines.vllm import Hints
 from kvsteward.errors import ConfigError, EngineUnavailableError
 from kvsteward.gateway.app import create_app
 from kvsteward.gateway.cork import CorkedProtocol
-from kvsteward.gateway.settings import Mode, Settings, Tenant, check_isolation, check_selective, load_tenants
+from kvsteward.gateway.settings import (
+    Mode,
+    Settings,
+    Tenant,
+    check_asks,
+    check_isolation,
+    check_selective,
+    load_tenants,
+)
 from kvsteward.sessions import open_store
 
 log = logging.getLogger("kvsteward")
@@ -203,6 +211,7 @@ def run(options: ServeOptions) -> None:
     """Serves until SIGINT or SIGTERM. The engine is started by the application and stopped with it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings, specs, store = settings_of(options), engine_specs(options), open_store(options.store)
+    check_asks(settings)
     if settings.embeddings is not None:
         store.vectors()  # raises what is wrong with it before anybody is waited for
     engines = asyncio.run(reached(specs))

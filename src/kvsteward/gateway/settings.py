@@ -66,6 +66,8 @@ class Settings:
     summary_timeout_s: float = 60.0
     selective_timeout_s: float = 10.0
     """How long a turn waits for the log-probabilities of one window of a text."""
+    prose_timeout_s: float = 20.0
+    """How long a turn waits, over all its messages, for what the engine's model writes of long prose."""
     summaries_at_once: int = 2
     """How many sessions' summaries may be written at the same time, in the background."""
     sweep_every_s: float = 15.0
@@ -118,6 +120,24 @@ def check_selective(settings: Settings, engines: Sequence[EngineInfo]) -> None:
             hint="vLLM gives them. Without the option, long prose is reduced by the distillers, and nobody is asked.",
             param="selective",
         )
+
+
+def check_asks(settings: Settings) -> None:
+    """Raises ConfigError where a policy has the engine's model asked and every turn under it is passed through as it
+    came."""
+    for who, mode, policy in (
+        ("the deployment", settings.mode, settings.policy),
+        *((f"tenant {t.name!r}", t.mode, t.policy) for t in (settings.default_tenant, *settings.keys.values())),
+    ):
+        if policy is None or "passthrough" not in (mode, settings.mode):
+            continue
+        for setting, asks in (("plan.unsure", policy.plan.unsure), ("trace.prose", policy.prose)):
+            if asks == "engine":
+                raise ConfigError(
+                    f"{setting}: engine has nothing to do: requests of {who} pass through as they are",
+                    hint="Use mode managed, or leave the setting out.",
+                    param=setting,
+                )
 
 
 def cache_salt_of(secret: bytes, tenant: str) -> str:
