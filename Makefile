@@ -7,7 +7,7 @@ ARGS ?= --quick
 SERVE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench setup-vllm test-vllm clean
+.PHONY: help setup run test check bench setup-vllm test-vllm soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,7 +33,7 @@ check: setup  ## format, lint, types, room contract
 
 test: setup check  ## all checks and all tests that need no second environment
 	bash scripts/setup-browser.sh
-	$(BIN)/pytest -n auto --dist loadfile -m "not vllm"
+	$(BIN)/pytest -n auto --dist loadfile -m "not vllm and not soak"
 
 .venv-vllm/.done:
 	$(PYTHON) -m venv .venv-vllm
@@ -48,7 +48,10 @@ test: setup check  ## all checks and all tests that need no second environment
 setup-vllm: .venv-vllm/.done  ## make the environment with real vLLM (CPU) in .venv-vllm, 3.6 GB
 
 test-vllm: setup setup-vllm  ## the end-to-end tests on real vLLM
-	$(BIN)/pytest -m vllm
+	$(BIN)/pytest -m "vllm and not soak"
+
+soak: setup setup-vllm  ## what takes minutes on real vLLM: 500 random sessions, several ranks
+	$(BIN)/pytest -m soak
 
 bench: setup  ## run a benchmark: make bench BENCH=gateway ARGS="--quick --json"
 	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)

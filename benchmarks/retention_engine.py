@@ -62,10 +62,11 @@ def server(
     context_tokens: int = 4096,
     path: str = str(SRC),
     more: Sequence[str] = (),
+    children: list[subprocess.Popen[bytes]] | None = None,
     **more_env: str,
 ) -> Iterator[str]:
     """A vLLM server's URL; with the connector if there are `options` for it. `path`: its PYTHONPATH;
-    `more`: arguments."""
+    `more`: arguments; `children` gets its process."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -84,6 +85,8 @@ def server(
     env |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1", "PYTHONPATH": path, **more_env}
     with log.open("wb") as out:
         child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
+    if children is not None:
+        children.append(child)
     try:
         url = f"http://127.0.0.1:{port}"
         _until_up(url, child, log)

@@ -38,12 +38,13 @@ class Proxy:
     """Listens on 127.0.0.1:`port` in front of the server at `upstream`, a port or a unix socket. `late_s`: how much
     later than said the server's words arrive, however many. `asks` and `answers`: traps of the two directions."""
 
-    def __init__(self, upstream: int | Path, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, upstream: int | Path, tls: ssl.SSLContext | None = None, port: int = 0) -> None:
         self.upstream = upstream
         self.late_s = 0.0
         self.asks: Trap | None = None
         self.answers: Trap | None = None
-        self.port = 0
+        self.port = port
+        """0: any that is free."""
         self._tls = tls
         self._loop = asyncio.new_event_loop()
         self._calls: set[asyncio.Task[None]] = set()
@@ -66,7 +67,7 @@ class Proxy:
 
     async def _serve(self, up: threading.Event) -> None:
         self._over = asyncio.Event()
-        server = await asyncio.start_server(self._call, "127.0.0.1", 0, ssl=self._tls, limit=PIECE_BYTES)
+        server = await asyncio.start_server(self._call, "127.0.0.1", self.port, ssl=self._tls, limit=PIECE_BYTES)
         self.port = server.sockets[0].getsockname()[1]
         up.set()
         await self._over.wait()

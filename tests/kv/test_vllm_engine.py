@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import sys
 import time
-import tomllib
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,34 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_world import MODEL, PYTHON, ROOT, environment, fetch, installed
 
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-MODEL = ROOT / ".venv-vllm" / "smollm2"
 BLOCKS = 96
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
-
-
-def load(name: str) -> Any:
-    """A module of benchmarks/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def fetch(url: str, body: Any = None) -> Any:
-    """JSON or text of a GET or POST; an error status is an ordinary answer with `status` in it."""
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=30) as response:
-            text = response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return {"status": error.code, **json.loads(error.read())}
-    return json.loads(text) if text[:1] == b"{" else text.decode()
 
 
 @dataclass
@@ -72,25 +44,9 @@ class Engine:
         return json.loads(self.figures_path.read_text())
 
 
-def installed(folder: Path) -> Path:
-    """What an installation would add to the environment: a folder with our entry points, as pyproject.toml has them."""
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    info = folder / "site" / "kvsteward-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvsteward\nVersion: 0\n")
-    lines = [
-        line for group, names in points.items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in names.items()))
-    ]
-    (info / "entry_points.txt").write_text("\n".join(lines))
-    return info.parent
-
-
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    if not PYTHON.exists():
-        pytest.skip("no vLLM environment; 'make setup-vllm' makes one")
-    load("retention_sim")
-    bench = load("retention_engine")
+    bench, _ = environment()
     folder = tmp_path_factory.mktemp("vllm")
     options = {"check": True, "figures_path": str(folder / "figures.json"), "reorder_s": 0.0}
     log = folder / "log.txt"
