@@ -93,10 +93,10 @@ def test_prose_is_written_by_the_model_or_left_to_the_distiller(llama_server, ga
 
 def test_a_sentence_is_classified_while_nobody_waits(gateway):
     history, compactions = [user("Find a flat for my aunt."), {"role": "assistant", "content": "Where?"}], 0
-    for turn in range(40):  # the engine answers every third turn: the session is as long, the test is not
+    for turn in range(40):
         wish = f"{WISH} " if turn == 0 else ""
         history.append(user(f"{wish}Entry {turn}: the weather was plain, and nothing broke in the house on the hill."))
-        if turn % 3 != 2:
+        if turn < 12:  # not the engine's: the session is as long, the test is not
             history.append({"role": "assistant", "content": "It is noted."})
             continue
         answer = gateway.chat(history, session="s", max_tokens=4, temperature=0)
@@ -106,7 +106,7 @@ def test_a_sentence_is_classified_while_nobody_waits(gateway):
         compactions = session["compactions"]
         if compactions:
             break
-        if session["tokens_in_view"] > 770:  # due: a few more rounds reach the mark of 870
+        if session["tokens_in_view"] > 800:  # due: three rounds like the newest reach the mark of 870
             deadline = time.monotonic() + 60
             while asked(gateway, "class", "used", "refused") < 1 and time.monotonic() < deadline:
                 time.sleep(0.1)
