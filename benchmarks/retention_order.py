@@ -3,16 +3,19 @@
     VLLM_PYTHON benchmarks/retention_order.py --model DIR [--order weka|circle] [--pools 0.15,0.25,0.4]
         [--kinds stock,ours,stops,finals] [--layers 1] [--json FILE]
 
-`weka`: coding-agent sessions (../shared/data/traces/weka), `--alive` at once, in the order of their requests, one after
-the other and without waiting: a pause is as long as the other sessions' work in it. All lengths are divided by one
-number so that the longest prompt fits `--context`; what two requests share is scaled alike. `circle`: `--sessions`
-take turns, each with its whole history and 60 tokens more. Prompts are token ids, answers one token.
+`weka`: coding-agent sessions (../shared/data/traces/weka), `--alive` at once, in the order of their requests. The
+connector's clock shows the recorded times (a turn ends when the next one begins, if not before), so pauses are as
+long as they were and nobody waits for them; `--clock wall` leaves it alone: then a pause is as long as the other
+sessions' work in it. All lengths are divided by one number so that the longest prompt fits `--context`; what two
+requests share is scaled alike. `circle`: `--sessions` take turns, each with its whole history and 60 tokens more, by
+the clock of the wall, and answers of one token. Prompts are token ids.
 `--pools`: sizes as shares of what live sessions hold at their peak, so 0.5 is a working set of 2 x the pool.
 
 `ours` is told nothing but the session's id, `stops` also why each turn stopped (as a gateway tells it), `finals` also
-which turn of a session was the last. Oracle: Belady on blocks, simulated on the same turns; LRU is simulated too, to
-be compared with stock. The engine runs in this process, one after the other. `--layers` cuts the model and leaves its
-weights random: what is reused is the same, and more turns fit the time. With `--simulate` there is no vLLM.
+which turn of a session was the last. `warm` is `finals` with a `learned_path`: what a replay of the sessions that are
+not played has learned, as after a restart. Oracle: Belady on blocks, simulated on the same turns; LRU is simulated
+too, to be compared with stock. The engine runs in this process, one after the other. `--layers` cuts the model and
+leaves its weights random: what is reused is the same, and more turns fit the time. With `--simulate` there is no vLLM.
 """
 
 from __future__ import annotations
@@ -24,19 +27,26 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+from kvsteward.kv.vllm import learned
+from kvsteward.policy.returns import Returns
 from retention_engine import BLOCK_TOKENS, CONNECTOR
-from retention_sim import LRU, Learned, Oracle, Policy, Request, replay, trace
+from retention_sim import LRU, Learned, Oracle, Policy, Request, Run, replay, trace
 
 WEKA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "traces" / "weka" / "weka_compact.jsonl.gz"
 WEKA_BLOCK = 64
 STOPS = {"tool_use": "tool_calls", "end_turn": "stop"}
 FIRST_ID, LAST_ID = 1000, 40000
 GROWTH_TOKENS = 60
+TICK_S = 1e-6
 
 
 class Turn(NamedTuple):
@@ -46,15 +56,20 @@ class Turn(NamedTuple):
     prompt: tuple[int, ...]
 
 
-def scaled(requests: Sequence[Request], context_tokens: int) -> list[Turn]:
-    """The requests with all lengths divided by one number, in their order, one a second."""
-    ratio = (context_tokens - 8) / (max(r.blocks for r in requests) * WEKA_BLOCK)
+def scale(requests: Sequence[Request], context_tokens: int) -> float:
+    return (context_tokens - 8) / (max(r.blocks for r in requests) * WEKA_BLOCK)
+
+
+def scaled(requests: Sequence[Request], ratio: float) -> list[Turn]:
+    """The requests with all lengths multiplied by one number, one after the other."""
     made: dict[tuple[str, int], tuple[int, ...]] = {}
     found: list[Turn] = []
-    for at, r in enumerate(requests):
+    for r, after in zip(requests, [*requests[1:], None], strict=True):
         head = made.get((r.session, r.parent), ())[: int(r.shared * WEKA_BLOCK * ratio)]
         fresh = max(1, int(r.blocks * WEKA_BLOCK * ratio) - len(head))
-        found.append(_turn(at, r, head, fresh))
+        ends = min(r.ends, after.t - TICK_S) if after else r.ends
+        output = max(1, int(r.output * ratio))
+        found.append(_turn(r._replace(ends=max(r.t, ends), output=output), head, fresh))
         made[r.session, r.number] = found[-1].prompt
     return found
 
@@ -64,17 +79,27 @@ def circle(sessions: int, rounds: int, tokens: int) -> list[Turn]:
     found: list[Turn] = []
     for at in range(sessions * rounds):
         name, number = f"s{at % sessions}", at // sessions
-        request = Request(0.0, name, number, number - 1, 0, 0, 0.0, "end_turn", number == rounds - 1)
+        request = Request(at, name, number, number - 1, 0, 0, at + 0.5, "end_turn", number == rounds - 1, 1)
         head = found[at - sessions].prompt if number else ()
-        found.append(_turn(at, request, head, GROWTH_TOKENS if number else tokens))
+        found.append(_turn(request, head, GROWTH_TOKENS if number else tokens))
     return found
 
 
-def _turn(at: int, request: Request, head: tuple[int, ...], fresh: int) -> Turn:
+def _turn(request: Request, head: tuple[int, ...], fresh: int) -> Turn:
     rng = random.Random(f"{request.session} {request.number}")
     prompt = head + tuple(rng.randrange(FIRST_ID, LAST_ID) for _ in range(fresh))
     whole, shared = max(1, len(prompt) // BLOCK_TOKENS), len(head) // BLOCK_TOKENS
-    return Turn(request._replace(t=float(at), ends=at + 0.5, shared=shared, blocks=whole), prompt)
+    return Turn(request._replace(shared=shared, blocks=whole), prompt)
+
+
+def taught(requests: Sequence[Request], ratio: float) -> Returns:
+    """What a scheduler has learned from these requests, their lengths scaled."""
+    teacher = Learned(finals=True)
+    for r in requests:
+        blocks = max(1, int(r.blocks * WEKA_BLOCK * ratio) // BLOCK_TOKENS)
+        teacher.began(Run(r._replace(blocks=blocks), 0, blocks), r.t, 0)
+    teacher.settle(max(r.ends for r in requests))
+    return teacher.returns
 
 
 def peak_blocks(requests: Sequence[Request]) -> int:
@@ -89,17 +114,36 @@ def peak_blocks(requests: Sequence[Request]) -> int:
     return peak
 
 
-def play(played: Sequence[Turn], kind: str, blocks: int, options: argparse.Namespace) -> tuple[int, float]:
+@contextmanager
+def recorded_clock() -> Iterator[SimpleNamespace]:
+    """The connector's clock is what `now` says; a turn that ends sets it to `ends`."""
+    from kvsteward.kv.vllm import connector
+
+    clock = SimpleNamespace(now=0.0, ends=0.0)
+    finish = connector.KVStewardConnector.request_finished_all_groups
+
+    def finished(self: Any, *given: Any, **named: Any) -> Any:
+        clock.now = clock.ends
+        return finish(self, *given, **named)
+
+    with (
+        mock.patch.object(connector, "time", SimpleNamespace(monotonic=lambda: clock.now)),
+        mock.patch.object(connector.KVStewardConnector, "request_finished_all_groups", finished),
+    ):
+        yield clock
+
+
+def play(played: Sequence[Turn], kind: str, blocks: int, options: argparse.Namespace, warm: Path) -> tuple[int, float]:
     """(cached tokens of all turns, seconds) on an engine of its own."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     more: dict[str, Any] = {}
     if kind != "stock":
-        more["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": {}}
+        known = {"learned_path": str(warm)} if kind == "warm" else {}
+        more["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": known}
     if options.layers:
         more |= {"hf_overrides": {"num_hidden_layers": options.layers}, "load_format": "dummy"}
     arguments = EngineArgs(
@@ -112,12 +156,21 @@ def play(played: Sequence[Turn], kind: str, blocks: int, options: argparse.Names
         disable_log_stats=True,
         **more,
     )
-    engine = LLMEngine.from_engine_args(arguments)
+    recorded = options.order == "weka" and options.clock == "recorded" and kind != "stock"
+    with recorded_clock() if recorded else nullcontext(SimpleNamespace()) as clock:
+        engine = LLMEngine.from_engine_args(arguments)
+        return _played(engine, played, kind, clock)
+
+
+def _played(engine: Any, played: Sequence[Turn], kind: str, clock: SimpleNamespace) -> tuple[int, float]:
+    from vllm import SamplingParams
+
     cached, began = 0, time.monotonic()
     try:
         for number, turn in enumerate(played):
+            clock.now, clock.ends = turn.request.t, turn.request.ends
             extra = {"kv_transfer_params": {"kvsteward": told}} if (told := _told(kind, turn.request)) else None
-            params = SamplingParams(max_tokens=1, temperature=0.0, extra_args=extra)
+            params = SamplingParams(max_tokens=turn.request.output, ignore_eos=True, temperature=0.0, extra_args=extra)
             prompt: Any = {"prompt_token_ids": list(turn.prompt)}
             engine.add_request(str(number), prompt, params, session_id=turn.request.session)
             while engine.has_unfinished_requests():
@@ -132,11 +185,18 @@ def play(played: Sequence[Turn], kind: str, blocks: int, options: argparse.Names
 
 def _told(kind: str, request: Request) -> dict[str, Any] | None:
     hint: dict[str, Any] = {}
-    if kind in ("stops", "finals") and request.stop in STOPS:
+    if kind in ("stops", "finals", "warm") and request.stop in STOPS:
         hint["stop"] = STOPS[request.stop]
-    if kind == "finals" and request.last:
+    if kind in ("finals", "warm") and request.last:
         hint["final"] = True
     return {"version": 1, **hint} if hint else None
+
+
+def handed_on(requests: Sequence[Request], ratio: float) -> Returns:
+    """As an engine finds it that begins with the file of another one."""
+    fresh = Returns()
+    fresh.take(taught(requests, ratio).rows())
+    return fresh
 
 
 def simulated(played: Sequence[Turn], blocks: int, policy: Policy) -> float:
@@ -159,13 +219,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of a circle")
     parser.add_argument("--tokens", type=int, default=264, help="that a history in a circle begins with")
     parser.add_argument("--context", type=int, default=3000)
+    parser.add_argument("--clock", choices=("recorded", "wall"), default="recorded")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--json", help="a file to which a line is added for each run")
     options = parser.parse_args()
+    others: list[Request] = []
+    ratio = 1.0
     if options.order == "circle":
         played = circle(options.sessions, options.rounds, options.tokens)
     elif WEKA.exists():
-        played = scaled(trace(WEKA, options.seed, options.alive, options.sessions)[: options.turns], options.context)
+        recorded = trace(WEKA, options.seed, options.alive, options.sessions)[: options.turns]
+        ratio = scale(recorded, options.context)
+        played = scaled(recorded, ratio)
+        others = trace(WEKA, options.seed, options.alive, skipped=options.sessions)
     else:
         sys.exit(f"no recorded sessions: {WEKA} is absent; they lie beside the repository in ../shared")
     if not options.simulate and not options.model:
@@ -181,10 +247,16 @@ def main() -> None:
         policies: dict[str, Policy] = {"LRU": LRU(True), "oracle": Oracle(requests)}
         if options.simulate:
             policies |= {"stops": Learned(blocks), "finals": Learned(blocks, finals=True)}
+            if others:
+                policies["warm"] = Learned(blocks, finals=True, returns=handed_on(others, ratio))
         shares = {name: simulated(played, blocks, policy) for name, policy in policies.items()}
         print(f"{blocks} blocks, {peak / blocks:.2f} x: simulated {in_percent(shares)}", flush=True)
         for kind in options.kinds.split(",") if not options.simulate else ():
-            cached, wall_s = play(played, kind, blocks, options)
+            with TemporaryDirectory() as folder:
+                warm = Path(folder) / "learned.jsonl"
+                if kind == "warm":
+                    learned.Learned(warm, 0.0).close(taught(others, ratio))
+                cached, wall_s = play(played, kind, blocks, options, warm)
             print(f"{blocks} blocks: {in_percent({kind: cached / tokens})} in {wall_s:.0f} s", flush=True)
             if options.json:
                 row = {"order": options.order, "blocks": blocks, "kind": kind, "share": cached / tokens, **shares}

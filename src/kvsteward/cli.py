@@ -56,7 +56,14 @@ def serve(
     upstream_key: Annotated[
         str | None, typer.Option(help="API key that the engine asks for.", envvar="KVSTEWARD_UPSTREAM_KEY")
     ] = None,
-    store: Annotated[str | None, typer.Option(help="Session log: a file, `sqlite:///FILE` or `memory:`.")] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Session log: a file, `sqlite:///FILE`, `memory:`, or `valkey://HOST:PORT/DB`, which several gateways "
+            "may share (`valkeys://` with TLS; USER:PASSWORD@ before the host).",
+            envvar="KVSTEWARD_STORE",
+        ),
+    ] = None,
     budget: Annotated[
         int | None, typer.Option(help="KV budget of one session in tokens. Default: the engine's context.")
     ] = None,
@@ -106,6 +113,26 @@ def serve(
     recall: Annotated[
         bool, typer.Option("--recall", help="Offer the model a tool that returns what left its view.")
     ] = False,
+    embeddings: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of a server with OpenAI's `/v1/embeddings`: recall finds by meaning too, not by words alone. "
+            "Needs `kvsteward[embeddings]`. Default: off."
+        ),
+    ] = None,
+    embeddings_model: Annotated[str | None, typer.Option(help="The model that it is asked for.")] = None,
+    embeddings_key: Annotated[
+        str | None, typer.Option(help="API key that it asks for.", envvar="KVSTEWARD_EMBEDDINGS_KEY")
+    ] = None,
+    embeddings_dimensions: Annotated[
+        int | None, typer.Option(help="Length of its vectors, where the model leaves the choice.")
+    ] = None,
+    embeddings_query_prefix: Annotated[
+        str, typer.Option(help="What the model wants before a question, `search_query: ` for one.")
+    ] = "",
+    embeddings_text_prefix: Annotated[
+        str, typer.Option(help="What it wants before a text, `search_document: ` for one.")
+    ] = "",
     hints: Annotated[
         str,
         typer.Option(
@@ -117,6 +144,14 @@ def serve(
     tenants: Annotated[
         Path | None, typer.Option(help="YAML file of tenants with their API keys. Default: no keys.")
     ] = None,
+    cache_secret: Annotated[
+        str | None,
+        typer.Option(
+            help="For tenants with `isolate_cache: true`: what their salts are made of, the same at all gateways. "
+            "Default: random, so that a restart finds nothing in the engines' caches.",
+            envvar="KVSTEWARD_CACHE_SECRET",
+        ),
+    ] = None,
 ) -> None:
     """Start the gateway in front of an engine. Point your agent's OpenAI base URL at it; open it in a browser."""
     from kvsteward.gateway.serve import ServeOptions, run
@@ -127,6 +162,10 @@ def serve(
         log_days=log_days, policy=policy, high_water=high_water,
         low_water=low_water, memory_price=memory_price, keep_rounds=keep_rounds, tool_limit=tool_limit, summary=summary,
         selective=selective, max_body_mib=max_body_mib, recall=recall, tenants=tenants, hints=hints,
+        cache_secret=cache_secret,
+        embeddings=embeddings, embeddings_model=embeddings_model, embeddings_key=embeddings_key,
+        embeddings_dimensions=embeddings_dimensions, embeddings_query_prefix=embeddings_query_prefix,
+        embeddings_text_prefix=embeddings_text_prefix,
     )  # fmt: skip
     run(options)
 
@@ -272,7 +311,9 @@ def lint(
 
 sessions_app = typer.Typer(no_args_is_help=True, help="Look into a store of session logs; move a session.")
 app.add_typer(sessions_app, name="sessions")
-Store = Annotated[str | None, typer.Option(help="The store that `kvsteward serve` was given.")]
+Store = Annotated[
+    str | None, typer.Option(help="The store that `kvsteward serve` was given.", envvar="KVSTEWARD_STORE")
+]
 
 
 @sessions_app.command("list")

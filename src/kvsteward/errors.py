@@ -17,6 +17,7 @@
     │   ├── EngineTimeoutError        did not answer in time                                        504
     │   └── EngineResponseError       answered with an error of its own (its status is kept)
     ├── StoreError                    the session log cannot be read or written                     507
+    │   ├── StoreUnavailableError     its server cannot be reached now; retry later                 503
     │   └── CorruptLogError           a stored message no longer matches its hash                   500
     ├── StateError                    an illegal step of a life cycle: a fault in kvsteward         500
     ├── ConfigError                   a setting, a model config or a file that cannot be used       400
@@ -157,6 +158,12 @@ class StoreError(KVStewardError):
     code = "store_error"
     kind = "store_error"
     default_hint = "Free disk space or point --store at a writable place; nothing was acknowledged that is not stored."
+
+
+class StoreUnavailableError(StoreError):
+    status = 503
+    code = "store_unavailable"
+    default_hint = "Check that the store's server runs and can be reached; what was acknowledged is stored. Then retry."
 
 
 class CorruptLogError(StoreError):

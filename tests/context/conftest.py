@@ -14,6 +14,7 @@ from kvsteward.context.marks import Policy
 from kvsteward.context.pipeline import Arrival, Count, Prepared, prepare, summarise, summary_due
 from kvsteward.context.summary import Draft
 from kvsteward.context.tokens import Estimator
+from kvsteward.context.unsure import Classified
 from kvsteward.wire.fingerprint import link, root
 
 BYTES_PER_TOKEN = 4
@@ -40,6 +41,7 @@ class Driven:
     depth: int = 0
     asked: list[Any] = field(default_factory=list)
     draft: Draft | None = None
+    classified: Classified | None = None
     log: list[Any] = field(default_factory=list)
 
     def say(self, *messages: dict[str, Any], force: bool = False, moved: Sequence[Moved] | None = None) -> Prepared:
@@ -58,6 +60,7 @@ class Driven:
             estimator=Estimator(),
             force=force,
             draft=self.draft,
+            classified=self.classified,
             moved=moved,
         )
         reply: Any = None

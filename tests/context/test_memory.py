@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvsteward.context.compact import _brief, _first_sentence
 from kvsteward.context.layout import Item
+from kvsteward.context.lines import _brief, _first_sentence
 from kvsteward.context.memory import collect, stands_in, values
 
 

@@ -27,6 +27,12 @@ hygiene:
 """
 
 
+ASKS = """
+plan: {unsure: engine}
+trace: {prose: engine}
+"""
+
+
 def user(text, given=None):
     return {"role": "user", "content": text} | ({"kvsteward": {"class": given}} if given else {})
 
@@ -51,7 +57,17 @@ def test_the_defaults_are_those_of_the_program():
     assert parse_policy("about: x").hygiene.rules == RULES
 
 
-@pytest.mark.parametrize("text", [WHOLE, "{}", *presets().values()], ids=["whole", "empty", *presets()])
+def test_who_is_asked_is_read_and_nobody_by_default():
+    policy = parse_policy(ASKS)
+    assert (policy.plan.unsure, policy.prose) == ("engine", "engine")
+    for quiet in (Policy(), *map(load_policy, presets())):
+        assert (quiet.plan.unsure, quiet.prose) == ("rules", "extractive")
+    printed = dump_policy(policy)
+    assert "unsure: engine" in printed
+    assert "prose: engine" in printed
+
+
+@pytest.mark.parametrize("text", [WHOLE, ASKS, "{}", *presets().values()], ids=["whole", "asks", "empty", *presets()])
 def test_what_is_printed_is_read_again(text):
     policy = parse_policy(text)
     assert parse_policy(dump_policy(policy)) == policy
@@ -87,6 +103,12 @@ def test_a_file_may_begin_with_another(tmp_path):
         ("trace: {tool_limit_tokens: 1.5}", "trace.tool_limit_tokens"),
         ("summary: maybe", "summary"),
         ("plan: {patterns: ['(']}", "plan.patterns"),
+        ("plan: {unsure: maybe}", "plan.unsure"),
+        ("plan: {unsure: engine, by_rules: false}", "plan.unsure"),
+        ("base: legal\nplan: {unsure: engine}", "plan.unsure"),
+        ("trace: {prose: model}", "trace.prose"),
+        ("trace: {prose: engine, reduce: false}", "trace.prose"),
+        ("trace: {prose: engine, selective: 0.3}", "trace.prose"),
         ("fact: {keep: ['[']}", "fact.keep"),
         ("plan: {patterns: [7]}", "plan.patterns[0]"),
         ("hygiene: {rules: [{name: a}]}", "hygiene.rules[0]"),

@@ -160,6 +160,22 @@ def test_repeated_lines_are_said_once():
     assert verdict.text == "Facts:\n- miles: 48211\n- flights: HAT300"
 
 
+def test_what_is_shown_already_is_not_said_again():
+    verdict = check(GOOD, shown="Summary:\n- miles: 48211\n- total: 987.5")
+    assert verdict.outcome == "used"
+    assert "miles" not in verdict.text
+    assert "- flights: HAT300, HAT208" in verdict.text
+    again = check(GOOD, shown=check(GOOD).text)
+    assert (again.outcome, again.reason) == ("replaced", "it says nothing new")
+
+
+def test_an_earlier_summary_follows_line_by_line_under_the_same_headings():
+    earlier = "User intent:\n- Book a flight\nFacts:\n- miles: 48211\n- reservation HAT214\n- order HAT999 was paid"
+    verdict = check({"facts": ["total: 987.5", "miles: 48211"]}, earlier=earlier)
+    assert verdict.text == "User intent:\n- Book a flight\nFacts:\n- total: 987.5\n- miles: 48211\n- reservation HAT214"
+    assert (verdict.lines, verdict.invented) == (2, 0), "the counts are of what the engine wrote now"
+
+
 def test_plan_items_that_stand_nowhere_are_added_verbatim():
     plan = ["Book a flight for sara_doe_496 under $1,200, never on a Friday."]
     verdict = check(GOOD, plan=plan)

@@ -194,6 +194,7 @@ async def test_a_hundred_turns_in_a_small_budget(start):
     session = await gateway.get("/v1/sessions/books")
     assert session["tokens_in_log"] > 3 * 1024
     assert session["tokens_saved"] > 0
+    assert session["tokens_in_log"] >= session["tokens_in_view"] + session["tokens_saved"]
     log = await gateway.get("/v1/sessions/books/log")
     assert [e["message"] for e in log["data"]] == history, "nothing that was said is lost"
     view = await gateway.get("/v1/sessions/books/view")

@@ -223,7 +223,7 @@ async def test_a_full_disk_is_told_and_nothing_is_sent_to_the_engine(start, monk
         raise StoreError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(gateway.store, "append", full)
+        patch.setattr(gateway.store, "amend", full)
         answer = await gateway.chat(user("hi"), {"role": "assistant", "content": "ok"}, user("more"), session="s")
     assert (answer["status"], answer["error"]["code"]) == (507, "store_error")
     assert len(gateway.engine.requests) == before

@@ -13,7 +13,7 @@ from kvsteward.engines.scripted import Fault, ScriptedEngine, ScriptedOptions
 from kvsteward.engines.scripted_server import running_scripted
 from kvsteward.errors import ConfigError, EngineUnavailableError
 from kvsteward.gateway import app as app_module
-from kvsteward.gateway.fleet import FAILURES, Fleet
+from kvsteward.gateway.fleet import FAILURES, ROW_IS_LATE_S, Fleet
 from kvsteward.gateway.serve import reached
 from kvsteward.gateway.settings import Settings, Tenant
 from kvsteward.policy.admission import Limits
@@ -332,6 +332,24 @@ def test_one_slow_reading_does_not_send_sessions_away():
     assert station.up
     station.failed("refused", surely=True)
     assert not station.up
+
+
+def test_whose_word_on_a_binding_counts():
+    now = [0.0]
+    a, b, c = (f"http://{name}:1" for name in "abc")
+    fleet = Fleet([engine(a), engine(b), engine(c)], Limits(), lambda: now[0])
+    assert fleet.binding("s", None) is None
+    assert fleet.binding("s", a) == a
+    fleet.bind("s", fleet.find(b), a)
+    assert fleet.binding("s", a) == b, "a turn may have read its row before the session was moved"
+    assert fleet.binding("s", None) == b
+    assert fleet.binding("s", b) == b
+    assert fleet.binding("s", c) == c, "another gateway has moved it"
+    now[0] = ROW_IS_LATE_S
+    fleet.bind("s", fleet.find(b), b)
+    assert fleet.binding("s", b) == b
+    assert fleet.binding("s", a) == a, "another gateway has moved it back"
+    assert fleet.bound_to(fleet.find(b)) == 1
 
 
 def test_an_engine_given_twice_is_refused():

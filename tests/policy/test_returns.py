@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 
@@ -136,3 +137,71 @@ def test_any_order_of_calls_is_bounded_and_answered(calls):
         assert math.isfinite(rate)
         assert len(returns._tables) <= 16
         assert len(returns._habits) <= 9
+
+
+def taught(pauses: dict[str, list[float]]) -> Returns:
+    returns = Returns()
+    for tool, gaps in pauses.items():
+        live(returns, tool, gaps)
+    return returns
+
+
+def handed_on(returns: Returns) -> Returns:
+    fresh = Returns()
+    fresh.take(json.loads(json.dumps(returns.rows())))
+    return fresh
+
+
+def asked(returns: Returns, tool: str) -> list[float]:
+    """The rates of a new session that waits for a tool, at many ages."""
+    returns.started("new", 0.0)
+    returns.paused("new", 1.0, "tool_calls", [tool])
+    return [returns.rate("new", 1.0 + age_s) for age_s in EDGES_S]
+
+
+@given(st.dictionaries(st.sampled_from(["cat", "pytest", "ask"]), st.lists(st.floats(0.01, 1e4), max_size=30)))
+def test_what_was_learned_can_be_handed_on(pauses):
+    """The next process answers for an unknown session as this one does."""
+    returns = taught(pauses)
+    fresh = handed_on(returns)
+    for table in returns._tables.values():  # hazards are renewed every few returns; here they must be of now
+        table.computed_at, table._hazards = (-1, -1), ()
+    for tool in ("cat", "pytest", "never seen"):
+        assert asked(handed_on(fresh), tool) == pytest.approx(asked(handed_on(returns), tool))
+    assert fresh.rows() == returns.rows()
+
+
+def test_what_is_handed_on_weighs_no_more_than_a_thousand_returns():
+    returns = taught({"cat": [1.0] * 3000})
+    fresh = handed_on(returns)
+    sums = [sum(row["returns"]) for row in fresh.rows() if "class" in row]
+    assert max(sums) == pytest.approx(1000.0)
+    before, after = (asked(r, "cat")[3] for r in (returns, fresh))
+    assert after == pytest.approx(before, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        {"class": "cat", "returns": [0.0] * BINS, "idle_s": [0.0] * BINS},
+        {"class": ["x" * 2000], "returns": [0.0] * BINS, "idle_s": [0.0] * BINS},
+        {"class": [], "returns": [0.0] * (BINS - 1), "idle_s": [0.0] * BINS},
+        {"class": [], "returns": [math.nan] * BINS, "idle_s": [0.0] * BINS},
+        {"class": [], "returns": [-1.0] * BINS, "idle_s": [0.0] * BINS},
+        {"class": [], "returns": [True] * BINS, "idle_s": [0.0] * BINS},
+        {"trait": ["out", "3"], "tilt": [9.0] * BINS, "squares": [1.0] * BINS},
+        {"trait": ["out", "3"], "tilt": [0.0] * BINS, "squares": [0.0] * BINS},
+        {"trait": [1], "tilt": [0.0] * BINS, "squares": [1.0] * BINS},
+    ],
+)
+def test_a_row_that_is_none_is_refused(row):
+    with pytest.raises(ValueError, match=r"needed|list|texts|finite|0 or more|within"):
+        Returns().take([row])
+
+
+def test_no_more_classes_are_taken_than_there_is_room_for():
+    rows = taught({f"tool {n}": [1.0] for n in range(50)}).rows()
+    fresh = Returns(max_classes=20)
+    fresh.take(rows)
+    assert len(fresh._tables) == 20

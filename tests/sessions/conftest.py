@@ -1,4 +1,4 @@
-"""Both stores behind one fixture, and short ways to make what they keep."""
+"""All stores behind one fixture, and short ways to make what they keep."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvsteward.sessions import Entry, MemoryStore, Session, SessionStore, SqliteStore
+from kvsteward.sessions import Entry, MemoryStore, Session, SessionStore, SqliteStore, open_store
 from kvsteward.wire import fingerprint
 
 
@@ -42,11 +42,12 @@ def make() -> type[Make]:
     return Make
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "sqlite", "valkey"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SessionStore]:
     kinds: dict[str, Callable[[], SessionStore]] = {
         "memory": MemoryStore,
         "sqlite": lambda: SqliteStore(tmp_path / "log.db"),
+        "valkey": lambda: open_store(request.getfixturevalue("valkey_server").url),
     }
     opened = kinds[request.param]()
     yield opened

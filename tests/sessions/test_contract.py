@@ -100,6 +100,29 @@ def test_an_edited_history_is_a_second_branch(store: SessionStore, make) -> None
     assert store.verify() == []
 
 
+def test_a_row_is_changed_as_it_stands(store: SessionStore, make) -> None:
+    session, entries = fill(store, make, "a")
+    stored = replace(session, turns=3)
+    store.put(stored)
+    more = make.chain("b", after=entries[0])
+    decision = Decision(more[0].hash, "distil", b"{}", 1.0)
+    store.draft("s1", "t1", entries[0].hash, b"{}", now=1.0)
+    changed = store.amend(
+        "s1", lambda seen: replace(seen, head=more[0].hash, turns=seen.turns + 1), more, [decision], end_draft="t1"
+    )
+    assert changed == store.get("s1") == replace(stored, head=more[0].hash, turns=4)
+    assert store.path("s1") == [*entries, *more]
+    assert store.decisions("s1") == [decision]
+    assert store.recover(now=2.0) == 0
+    with pytest.raises(InvariantError):
+        store.amend("s1", lambda seen: replace(seen, turns=9, head="f" * 32))
+    with pytest.raises(ZeroDivisionError):
+        store.amend("s1", lambda seen: replace(seen, turns=1 // 0), make.chain("c"))
+    assert store.get("s1") == changed
+    assert store.amend("none", lambda seen: seen, more) is None
+    assert store.verify() == []
+
+
 def test_path_of_nothing_and_of_the_unknown(store: SessionStore, make) -> None:
     store.create(make.session())
     store.create(make.session("s2", head=""))

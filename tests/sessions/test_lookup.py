@@ -93,7 +93,7 @@ def test_a_file_from_before_the_index_gets_one(tmp_path: Path, make):
     _, entries = fill(store, make, "an old apple", "a new pear")
     store.close()
     db = sqlite3.connect(path, isolation_level=None)
-    for statement in ("DROP TABLE words", "DROP TABLE texts", "PRAGMA user_version = 1"):
+    for statement in ("DROP TABLE words", "DROP TABLE texts", "DROP TABLE vectors", "PRAGMA user_version = 1"):
         db.execute(statement)
     for (column,) in db.execute("SELECT name FROM pragma_table_info('entries') WHERE name = 'blobs'").fetchall():
         db.execute(f"ALTER TABLE entries DROP COLUMN {column}")

@@ -33,8 +33,15 @@ def test_the_client_s_own_word_wins_and_its_other_keys_stay():
 
 
 def test_a_client_does_not_speak_for_others():
-    params = {"kvsteward": {"version": 1, "session": "theirs", "note": True, "moved": True, "final": True}}
-    assert with_hint(params, {}) == {"kvsteward": {"version": 1, "final": True}}
+    params = {"kvsteward": {"version": 1, "session": "theirs", "scope": "0f", "note": True, "moved": True}}
+    assert with_hint(params, {"final": True}) == {"kvsteward": {"version": 1, "final": True}}
+
+
+def test_a_note_names_a_session_by_its_salt_and_its_id():
+    note = {"version": 1, "note": True, "final": True, "session": "s"}
+    assert parse({FIELD: note}).stored == "s"
+    assert parse({FIELD: {**note, "scope": "0123456789abcdef"}}).stored == "0123456789abcdef:s"
+    assert parse({FIELD: {"version": 1, "scope": "0123456789abcdef"}}).stored == ""
 
 
 def test_what_is_not_understood_is_left_as_it_is():

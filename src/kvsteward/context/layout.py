@@ -29,6 +29,24 @@ ACKNOWLEDGEMENT = "Noted. I continue from here."
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message of the log that is not in the view yet."""
+
+    hash: str
+    depth: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Classed:
+    """A sentence of a user that rules are unsure of, and what the engine's model says that it is."""
+
+    text: str
+    given: str
+    """"plan", "fact" or "trace"; empty where its answer could not be used: then the rules' word counts."""
+
+
+@dataclass(frozen=True, slots=True)
 class Item:
     """One message as the view shows it. `log_tokens` is the length of what was received, `tokens` of what is shown."""
 
@@ -43,6 +61,8 @@ class Item:
     """What was received, where `message` was shortened and rules may still read it (not kept for tool results)."""
     note: str = ""
     """Shown after its text: what left the system prompt because it changes (`context.hygiene`)."""
+    classes: tuple[Classed, ...] = ()
+    """What the engine's model was asked about it (`context.unsure`); empty: it was not asked."""
 
     @property
     def said(self) -> Message:
@@ -149,6 +169,8 @@ class Epoch:
     """The Plan of what was condensed."""
     spoken: bool = False
     """A user message is among what was condensed."""
+    sections: int = 0
+    """How many were appended to the block since it was written anew."""
 
     def shows(self, item: Item, seen: set[str]) -> Message:
         """An item as this epoch shows it. `seen` has the images shown before it."""

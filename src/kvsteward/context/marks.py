@@ -80,6 +80,9 @@ class Policy:
     selective: float | None = None
     """Of a long prose result, the share of its tokens that is kept at most: the sentences that an engine finds least
     predictable (`context.selective`). None: the distillers choose, and nobody is asked."""
+    prose: str = "extractive"
+    """Who makes long prose results shorter: "extractive", the distiller, or "engine", its model, while the turn waits
+    (`context.paraphrase`)."""
     answer_tokens: int = 512
     """Room kept for the answer where the request sets no limit (an eighth of the budget at the most)."""
     memory_price: float = 0.0
@@ -105,6 +108,29 @@ class Policy:
             )
         if self.summary not in {"engine", "extractive"}:
             raise ConfigError(f"summary must be 'engine' or 'extractive', not {self.summary!r}")
+        if self.prose not in {"extractive", "engine"}:
+            raise ConfigError(f"trace.prose must be 'extractive' or 'engine', not {self.prose!r}", param="trace.prose")
+        for wrong, setting, why in (
+            (
+                self.prose == "engine" and not self.reduce,
+                "trace.prose",
+                "trace.reduce: false shortens nothing on entry",
+            ),
+            (
+                self.prose == "engine" and self.selective is not None,
+                "trace.prose",
+                "trace.selective chooses the same texts",
+            ),
+            (
+                self.plan.unsure == "engine" and not self.compact,
+                "plan.unsure",
+                "with compact: false all stays as it came",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(
+                    f"{setting}: engine has nothing to do: {why}", hint="Set one of the two.", param=setting
+                )
         for pattern in self.keep:
             compiled(pattern, "fact.keep")
         for name, least in (("keep_rounds", 1), ("answer_tokens", 1), ("tool_limit_tokens", 32), ("memory_price", 0)):
@@ -136,6 +162,20 @@ class Policy:
             tool_limit=tool_limit,
             text_limit=max(tool_limit, budget_tokens // 4),
         )
+
+
+def compaction_near(view: View, tokens: int, marks: Marks, policy: Policy) -> bool:
+    """Whether a few more rounds like the newest would reach the high-water mark, after a turn that left `tokens` in the
+    view."""
+    if not policy.compact or len(view.items) < 2 or tokens > marks.budget:
+        return False
+    recent, rounds = 0, 0
+    for item in reversed(view.items):
+        recent += item.tokens
+        rounds += item.role == "assistant"
+        if rounds == policy.keep_rounds:
+            break
+    return tokens + recent >= marks.high or tokens >= marks.prepare
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,6 +183,7 @@ def collect(dropped: Sequence[Item], earlier: Iterable[Fact], recent: Sequence[I
     which values are still in use."""
     used = Counter(v for item in (*dropped, *recent) for v in argument_values(item.message))
     said = {v for item in dropped if item.role == "user" for v in values(item.text)}
+    sure = {v for item in dropped for c in item.classes if c.given == "fact" for v in values(c.text)}
     repeated = {v for item in (*dropped, *recent) if item.role == "assistant" for v in values(item.text)}
     facts: dict[str, Fact] = {}
     for fact in earlier:
@@ -197,6 +198,7 @@ def collect(dropped: Sequence[Item], earlier: Iterable[Fact], recent: Sequence[I
         result = next((answers[i] for i in item.call_ids if i in answers), item)
         for value in found:
             base = CALLED + used[value] if used[value] else SAID if value in said else PRINTED / crowd
+            base = max(base, CALLED) if value in sure else base
             base += REPEATED if value in repeated else 0.0
             base *= _CLOCK_RATIO if _CLOCK.search(value) else 1.0
             score = base * _AGEING ** ((newest - item.depth) / 8)

@@ -19,28 +19,41 @@ from typing import Any
 import msgspec
 import orjson
 
-from kvsteward.context.compact import SUMMARY_SHARE, compact, droppable_tokens
+from kvsteward.context.ask import Ask, Asked
+from kvsteward.context.block import SUMMARY_SHARE
+from kvsteward.context.compact import compact, droppable_tokens
 from kvsteward.context.distill.base import Distillate, Hints
 from kvsteward.context.distill.layout import laid_out
 from kvsteward.context.distill.registry import distil
+from kvsteward.context.entry import SELECTIVE, chosen
+from kvsteward.context.hints import calls_of, hints_of
 from kvsteward.context.hygiene import Moved, note_of
 from kvsteward.context.images import hashes
-from kvsteward.context.layout import ACKNOWLEDGEMENT, HASH_CHARS, Epoch, Item, Message, Verdict, View, note_holder
-from kvsteward.context.marks import Marks, Policy
-from kvsteward.context.memory import argument_values, values
-from kvsteward.context.plan import PLAN, PlanRules, Room, kept_words, plan_of
-from kvsteward.context.selective import Score, Selected, applies_to, select
+from kvsteward.context.layout import (
+    ACKNOWLEDGEMENT,
+    HASH_CHARS,
+    Arrival,
+    Epoch,
+    Item,
+    Message,
+    Verdict,
+    View,
+    note_holder,
+)
+from kvsteward.context.marks import Marks, Policy, compaction_near
+from kvsteward.context.paraphrase import KIND as PARAPHRASE
+from kvsteward.context.plan import PLAN, PlanRules, Room, kept_words, plan_of, raised
+from kvsteward.context.selective import Score
 from kvsteward.context.summary import SCHEMA, Draft, ask
 from kvsteward.context.tokens import Estimator
+from kvsteward.context.unsure import Classified, by_rules_alone, unasked, with_classes
 from kvsteward.errors import ContextOverflowError
-from kvsteward.wire.chat import class_of, text_of
+from kvsteward.wire.chat import class_of
 
 _DOUBT = 0.25
 """How far an estimate of new tokens may be off before the engine is asked."""
 _WORD_FOR_WORD = "[kvsteward: and word for word]"
 _LEAST_SUMMARY_TOKENS = 48
-_FOOTER_TOKENS = 64
-"""What the note under a reduced text takes at the most."""
 _LAY_OUT_TOKENS, _LAY_OUT_RATIO = 120, 0.85
 """JSON from this length on is laid out as lines and tables, if it is not longer than this share of it then."""
 _LAID_OUT = "\n[kvsteward: JSON as lines and tables, nothing left out; as it came: {hash}]"
@@ -66,15 +79,6 @@ class Summarise:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A message of the log that is not in the view yet."""
-
-    hash: str
-    depth: int
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
 class Reduction:
     """What was made shorter, why, and by how much."""
 
@@ -86,6 +90,8 @@ class Reduction:
     text: str = ""
     selective: bool = False
     """The engine's log-probabilities chose what is kept."""
+    written: bool = False
+    """The engine's model wrote what is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,12 @@ class Prepared:
     reductions: tuple[Reduction, ...] = ()
     epoch: Epoch | None = None
     note: Note | None = None
+    asked: tuple[Asked, ...] = ()
+    """What the engine's model was asked on entry, and what became of it."""
+    classified: Classified | None = None
+    """What its model said of sentences since the last turn."""
+    unsorted: int = 0
+    """Sentences that rules were unsure of and that left before the model was asked: the rules' word counts."""
     marks: Marks = field(kw_only=True)
 
 
@@ -124,16 +136,17 @@ def prepare(
     force: bool = False,
     moved: Sequence[Moved] | None = None,
     draft: Draft | None = None,
-) -> Generator[Count | Score, Any, Prepared]:
+    classified: Classified | None = None,
+) -> Generator[Count | Score | Ask, Any, Prepared]:
     """The view with `arrivals` in it. `force` compacts in any case: the engine refused what the estimate allowed.
     `moved` is what hygiene took out of this request's system prompt; None where the request has none. `draft` is the
-    summary that was prepared for the next compaction (`summarise`). Raises ContextOverflowError if it cannot be made
-    to fit."""
-    prior = view.for_tools(known_for)
+    summary that was prepared for the next compaction (`summarise`), `classified` what was asked about sentences since
+    the last turn (`unsure.classify`). Raises ContextOverflowError if it cannot be made to fit."""
+    prior, classified = with_classes(view.for_tools(known_for), classified)
     tools_tokens = estimator.json(tools)
     limits = marks if policy.reduce else marks.unlimited()
-    chosen = yield from _selected(prior, arrivals, limits, policy, estimator)
-    items, reductions = admit(prior, arrivals, limits, estimator, policy.plan, chosen)
+    engines = yield from chosen(prior, arrivals, limits, policy, estimator)
+    items, reductions = admit(prior, arrivals, limits, estimator, policy.plan, engines.texts)
     items, note = _noted(prior, items, moved, estimator)
     view = prior.with_items(items)
     view = view if note is None else replace(view, moved=note.moved)
@@ -151,11 +164,21 @@ def prepare(
     if not policy.compact or (not force and not _must_compact(view, tokens, marks)):
         if tokens > marks.hard:
             raise _overflow(tokens, marks)
-        return Prepared(view, tokens, exact, tuple(reductions), note=note, marks=marks)
+        return Prepared(
+            view, tokens, exact, tuple(reductions), note=note, asked=engines.asked, classified=classified, marks=marks
+        )
     view, note = _noted_again(view, note, estimator)
     draft = draft if draft is not None and fits(draft, prior) else None
-    prepared = yield from _compacted(draft, view, tokens, reductions, tools_tokens, known_for, marks, policy, estimator)
-    return replace(prepared, note=note)
+    fixed = (tokens, reductions, tools_tokens, known_for, marks)
+    try:
+        prepared = yield from _compacted(draft, view, *fixed, policy, estimator)
+    except ContextOverflowError:
+        if policy.plan.unsure != "engine":
+            raise
+        plain, rules = by_rules_alone(view, policy.plan)
+        prepared = yield from _compacted(draft, plain, *fixed, replace(policy, plan=rules), estimator)
+    left = unasked(view, prepared.view.epoch.through, marks, policy.plan)
+    return replace(prepared, note=note, asked=engines.asked, classified=classified, unsorted=left)
 
 
 def _noted(
@@ -254,18 +277,10 @@ def _no_window(tokens: int, marks: Marks) -> ContextOverflowError:
 
 
 def summary_due(view: View, tokens: int, marks: Marks, policy: Policy) -> bool:
-    """Whether the next compaction is near, after a turn that left `tokens` in the view: a few more rounds like the
-    newest would reach the high-water mark. What they bring stays verbatim at the compaction, so that a summary of all
-    before them, asked now, covers what will leave."""
-    if not policy.compact or policy.summary != "engine" or len(view.items) < 2 or tokens > marks.budget:
-        return False
-    recent, rounds = 0, 0
-    for item in reversed(view.items):
-        recent += item.tokens
-        rounds += item.role == "assistant"
-        if rounds == policy.keep_rounds:
-            break
-    return tokens + recent >= marks.high or tokens >= marks.prepare
+    """Whether the summary for the next compaction is to be asked for, after a turn that left `tokens` in the view. What
+    the next rounds bring stays verbatim at the compaction, so that a summary of all before them, asked now, covers
+    what will leave."""
+    return policy.summary == "engine" and compaction_near(view, tokens, marks, policy)
 
 
 def summarise(
@@ -280,9 +295,10 @@ def summarise(
     if policy.summary != "engine" or len(items) < 2:
         return None
     room = max(64, int(marks.block * SUMMARY_SHARE))
+    since = bool(view.epoch.block)
     question: list[Message] = [
         {"role": "assistant", "content": ACKNOWLEDGEMENT},  # many templates want roles to alternate
-        {"role": "user", "content": ask(room // 2, structured=structured)},
+        {"role": "user", "content": ask(room // (3 if since else 2), structured=structured, since=since)},
     ]
     cost = sum(estimator.message(message) for message in question)
     limit = room + room // 2 if structured else room  # JSON's own marks take some
@@ -302,54 +318,25 @@ def fits(draft: Draft, view: View) -> bool:
     return draft.epoch == view.epoch.through and any(item.hash == draft.at for item in view.items)
 
 
-def _selected(
-    view: View, arrivals: Sequence[Arrival], marks: Marks, policy: Policy, estimator: Estimator
-) -> Generator[Score, Any, dict[str, Selected]]:
-    """What the engine's log-probabilities choose of each new tool result that is long prose. Empty without the option,
-    and where they cannot be had."""
-    found: dict[str, Selected] = {}
-    if policy.selective is None:
-        return found
-    calls = _calls((*(i.message for i in view.items), *(a.message for a in arrivals)))
-    for arrival in arrivals:
-        text = text_of(arrival.message)
-        fit = arrival.message.get("role") == "tool" and class_of(arrival.message) != PLAN
-        if not fit or estimator.text(text) <= marks.tool_limit or not applies_to(text):
-            continue
-        item = Item(arrival.hash, arrival.depth, arrival.message, 0, 0)
-        hints = _hints(item, view, arrivals, calls)
-        selected = yield from select(
-            text,
-            question=hints.question,
-            mentions=hints.mentions,
-            ratio=policy.selective,
-            room_tokens=marks.tool_limit - _FOOTER_TOKENS,
-            estimator=estimator,
-        )
-        if selected is not None:
-            found[arrival.hash] = selected
-    return found
-
-
 def admit(
     view: View,
     arrivals: Sequence[Arrival],
     marks: Marks,
     estimator: Estimator,
     rules: PlanRules | None = None,
-    selected: Mapping[str, Selected] | None = None,
+    given: Mapping[str, Distillate] | None = None,
 ) -> tuple[list[Item], list[Reduction]]:
     """Turns new messages into items, each reduced once if it is over its limit. Its Plan stays word for word.
-    `selected`: what takes the place of the distillers' work."""
+    `given`: what takes the place of the distillers' work."""
     rules = PlanRules() if rules is None else rules
     spoken = view.epoch.spoken or any(item.role == "user" for item in view.items)
     items: list[Item] = []
     reductions: list[Reduction] = []
-    calls = _calls((*(i.message for i in view.items), *(a.message for a in arrivals)))
+    calls = calls_of((*(i.message for i in view.items), *(a.message for a in arrivals)))
     seen = {name for item in (*view.pinned, *view.items) for name in item.images if name}
     for arrival in arrivals:
-        kept = (selected or {}).get(arrival.hash)
-        item, reduction = _admit(arrival, view, arrivals, calls, marks, estimator, rules, kept, first=not spoken)
+        made = (given or {}).get(arrival.hash)
+        item, reduction = _admit(arrival, view, arrivals, calls, marks, estimator, rules, made, first=not spoken)
         spoken = spoken or item.role == "user"
         if item.images:
             item = view.epoch.recounted(item, seen, estimator)
@@ -367,7 +354,7 @@ def _admit(
     marks: Marks,
     estimator: Estimator,
     rules: PlanRules,
-    selected: Selected | None,
+    given: Distillate | None,
     *,
     first: bool,
 ) -> tuple[Item, Reduction | None]:
@@ -381,14 +368,14 @@ def _admit(
     if text_tokens <= limit:
         return _laid_out(item, text_tokens, limit, estimator) if role == "tool" else (item, None)
     plan = plan_of(arrival.message, first=first, room=Room.of(marks.budget), rules=rules)
-    hints = _hints(item, view, arrivals, calls)
-    given = Distillate("selective", selected.text, selected.note) if selected else None
+    hints = hints_of(item, view, arrivals, calls)
     text = _distilled(item, limit, hints, estimator, [text for _, text in plan], given)
     if text is None:
         return item, None
     reduced = item.shortened(text, estimator)
-    why = f"{role} message over {limit} tokens" + (f"; {selected.note}" if selected else "")
-    return reduced, Reduction(arrival.hash, "distil", why, before, reduced.tokens, text, selected is not None)
+    why = f"{role} message over {limit} tokens" + (f"; {given.note}" if given else "")
+    by = (given.kind == SELECTIVE, given.kind == PARAPHRASE) if given else (False, False)
+    return reduced, Reduction(arrival.hash, "distil", why, before, reduced.tokens, text, *by)
 
 
 def _laid_out(item: Item, tokens: int, limit: int, estimator: Estimator) -> tuple[Item, Reduction | None]:
@@ -426,38 +413,17 @@ def _distilled(
 
 
 def _shortener(view: View, marks: Marks, estimator: Estimator, rules: PlanRules) -> Any:
-    calls = _calls(i.message for i in view.items)
+    calls = calls_of(i.message for i in view.items)
     opening = None if view.epoch.spoken else next((i.hash for i in view.items if i.role == "user"), None)
 
     def shorten(item: Item, tokens: int) -> str | None:
         if estimator.text(item.text) <= tokens:
             return None
-        plan = plan_of(item.said, first=item.hash == opening, room=Room.of(marks.budget), rules=rules)
-        return _distilled(item, tokens, _hints(item, view, (), calls), estimator, [text for _, text in plan])
+        room = Room.of(marks.budget)
+        plan = [*plan_of(item.said, first=item.hash == opening, room=room, rules=rules), *raised(item, room, rules)]
+        return _distilled(item, tokens, hints_of(item, view, (), calls), estimator, [text for _, text in plan])
 
     return shorten
-
-
-def _calls(messages: Any) -> dict[str, tuple[str, str]]:
-    """Call id -> (tool name, arguments)."""
-    return {
-        call["id"]: (
-            str((call.get("function") or {}).get("name", "")),
-            str((call.get("function") or {}).get("arguments", "")),
-        )
-        for message in messages
-        for call in message.get("tool_calls") or ()
-    }
-
-
-def _hints(item: Item, view: View, arrivals: Sequence[Arrival], calls: Mapping[str, tuple[str, str]]) -> Hints:
-    """What is known of what will be asked: the newest question before the item, and values that recent calls used."""
-    earlier = [*(i.message for i in view.items), *(a.message for a in arrivals if a.depth < item.depth)]
-    question = next((text_of(m) for m in reversed(earlier) if m.get("role") == "user"), "")
-    name, arguments = calls.get(str(item.message.get("tool_call_id")), ("", ""))
-    mentions = {v for message in earlier[-12:] for v in argument_values(message)}
-    mentions.update(values(question))
-    return Hints(question, frozenset(mentions), name, arguments)
 
 
 def encode_epoch(epoch: Epoch) -> bytes:

@@ -6,6 +6,9 @@ sure of: the first user message, sentences of the user that order or forbid, a n
 checklist or the call of a to-do tool (the newest replaces the older one), and what the assistant promised when it
 handed back to the user (until it reports it done, and only the newest few).
 
+Where rules are unsure, the engine's model may be asked (`context.unsure`); what it raises to Plan comes after what
+rules find, in the same room, and never takes the place of it.
+
 Rules read the head and the tail of a long message, not pasted documents in its middle. What rules find is bounded: one
 text by `Room.item_tokens`, all of it by `Room.total_tokens`, oldest out first. What a caller marks is not bounded: if
 it does not fit, the turn is refused.
@@ -32,6 +35,8 @@ SUPERSEDED = frozenset({"steps", "todo"})
 """Kinds of which only the newest counts."""
 LASTING = frozenset({"goal", "given"})
 """Kinds that never make room for others."""
+RAISED = "raised"
+"""The kind of what the engine's model raised: the first to make room."""
 
 _LONG_CHARS, _END_CHARS = 8_000, 2_000
 _SENTENCE_CHARS, _LIST_CHARS = (8, 600), 4_000
@@ -72,12 +77,22 @@ class PlanRules:
     goal: bool = True
     promises: int = 4
     """Open promises that are kept, newest first; 0: none."""
+    unsure: str = "rules"
+    """"engine": its model is asked about sentences of users of which rules are unsure. "rules": nobody is."""
 
     def __post_init__(self) -> None:
         for pattern in self.patterns:
             compiled(pattern, "plan.patterns")
         if not 0 <= self.promises <= 100:
             raise ConfigError(f"plan.promises must be between 0 and 100, not {self.promises}", param="plan.promises")
+        if self.unsure not in {"rules", "engine"}:
+            raise ConfigError(f"plan.unsure must be 'rules' or 'engine', not {self.unsure!r}", param="plan.unsure")
+        if self.unsure == "engine" and not self.by_rules:
+            raise ConfigError(
+                "plan.unsure: engine asks where rules are unsure, and plan.by_rules: false has no rules",
+                hint="Leave out one of the two.",
+                param="plan.unsure",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +131,24 @@ def plan_of(message: Mapping[str, Any], *, first: bool, room: Room, rules: PlanR
     if role == "user":
         if first and rules.goal:
             found.append(("goal", _goal(text, room)))
-        found += [("rule", s) for s in _sentences(text) if _orders(s, rules)]
+        found += [("rule", s) for s in sentences_of(text) if orders(s, rules)]
         found += _lists(text)
     elif role == "assistant":
         calls = message.get("tool_calls") or ()
         found += _lists(text) + _todo_calls(calls)
         if rules.promises and not calls:
-            found += [("promise", s) for s in _sentences(text) if _promises(s)]
+            found += [("promise", s) for s in sentences_of(text) if _promises(s)]
     return [(kind, t) for kind, t in found if t.strip() and (kind == "goal" or tokens_of(t) <= room.item_tokens)]
+
+
+def raised(item: Item, room: Room, rules: PlanRules) -> list[tuple[str, str]]:
+    """(kind, text) of what the engine's model raised to Plan in one message: a user's own words, where no caller has
+    said the class."""
+    if rules.unsure != "engine" or item.role != "user" or class_of(item.said) is not None:
+        return []
+    said = text_of(item.said)
+    wanted = (c.text for c in item.classes if c.given == PLAN)
+    return [(RAISED, text) for text in wanted if text in said and tokens_of(text) <= room.item_tokens]
 
 
 def after(
@@ -135,12 +160,30 @@ def after(
         if item.role == "assistant" and not item.message.get("tool_calls"):
             said = text_of(item.said)
             plan = [p for p in plan if p.kind != "promise" or not _reported(p.text, said)]
-        for kind, text in plan_of(item.said, first=not spoken and item.role == "user", room=room, rules=rules):
+        first = not spoken and item.role == "user"
+        for kind, text in (*plan_of(item.said, first=first, room=room, rules=rules), *raised(item, room, rules)):
+            if kind == RAISED and any(p.text == text for p in plan):
+                continue
             plan = [p for p in plan if p.text != text and not (kind in SUPERSEDED and p.kind == kind)]
             plan.append(PlanItem(text, kind, item.hash, item.depth, item.role))
         spoken = spoken or item.role == "user"
         plan = _bounded(plan, room, rules)
     return tuple(plan)
+
+
+def outdated(earlier: Iterable[PlanItem], now: Iterable[PlanItem], items: Sequence[Item]) -> list[PlanItem]:
+    """Of the Plan of before, what `items` replaced by a newer one or reported done. (What left for want of room is not
+    outdated.)"""
+    standing = list(now)
+    texts, kinds = {p.text for p in standing}, {p.kind for p in standing}
+    said = [text_of(i.said) for i in items if i.role == "assistant" and not i.message.get("tool_calls")]
+
+    def left(item: PlanItem) -> bool:
+        if item.kind == "promise":
+            return any(_reported(item.text, text) for text in said)
+        return item.kind in SUPERSEDED and item.kind in kinds
+
+    return [item for item in earlier if item.text not in texts and left(item)]
 
 
 def kept_words(text: str, plan: Iterable[str]) -> list[str]:
@@ -152,7 +195,8 @@ def _bounded(plan: list[PlanItem], room: Room, rules: PlanRules) -> list[PlanIte
     promises = [p for p in plan if p.kind == "promise"]
     gone = set(map(id, promises[: max(0, len(promises) - rules.promises)]))
     left = room.total_tokens
-    for item in reversed(plan):
+    newest = plan[::-1]
+    for item in (*(p for p in newest if p.kind != RAISED), *(p for p in newest if p.kind == RAISED)):
         if item.kind in LASTING or id(item) in gone:
             continue
         left -= tokens_of(item.text)
@@ -178,7 +222,8 @@ def _ends(text: str) -> str:
     return text if len(text) <= _LONG_CHARS else f"{text[:_END_CHARS]}\n{text[-_END_CHARS:]}"
 
 
-def _sentences(text: str) -> list[str]:
+def sentences_of(text: str) -> list[str]:
+    """The sentences of a message that rules look at, each as it stands in the text; bounded."""
     low, high = _SENTENCE_CHARS
     found: list[str] = []
     for line in _ends(text).splitlines():
@@ -196,7 +241,8 @@ def _promises(sentence: str) -> bool:
     return bool(_PROMISE.search(sentence)) and not sentence.endswith("?") and not _ASKS.search(sentence)
 
 
-def _orders(sentence: str, rules: PlanRules) -> bool:
+def orders(sentence: str, rules: PlanRules) -> bool:
+    """Whether rules are sure that a user's sentence is one to keep."""
     return (not sentence.endswith((":", "?")) and bool(_RULE.search(sentence))) or _extra(sentence, rules)
 
 
@@ -261,9 +307,10 @@ def _reported(promise: str, said: str) -> bool:
 
 
 def carried(plan: Iterable[PlanItem], kept: Iterable[Item]) -> list[PlanItem]:
-    """The items whose message is not among those kept, oldest first."""
-    hashes = {item.hash for item in kept}
-    return [item for item in plan if item.source not in hashes]
+    """The items whose message is not among those kept, oldest first; and what was raised in one that had been shortened
+    before."""
+    shown = {item.hash: item.text for item in kept}
+    return [p for p in plan if p.source not in shown or (p.kind == RAISED and p.text not in shown[p.source])]
 
 
 def shown_texts(message: Mapping[str, Any]) -> list[str]:

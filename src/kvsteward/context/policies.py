@@ -10,12 +10,14 @@
       goal: true
       promises: 4
       patterns: ['\\bSLA\\b']
+      unsure: rules              # engine: its model says what sentences are that rules are unsure of
     fact:
       keep: ['#W\\d{7}']          # values that are always kept
     trace:
       verbatim_rounds: 3
       tool_limit_tokens: 600     # null: a sixteenth of the budget
       reduce: true               # false: nothing is shortened on entry
+      prose: extractive          # engine: its model writes long prose shorter
       selective: null            # of long prose, the share to keep, as the engine's log-probabilities say
     hygiene:
       enabled: true
@@ -64,6 +66,7 @@ class _Plan(_Struct, frozen=True):
     goal: bool = True
     promises: int = 4
     patterns: tuple[str, ...] = ()
+    unsure: str = "rules"
 
 
 class _Fact(_Struct, frozen=True):
@@ -74,6 +77,7 @@ class _Trace(_Struct, frozen=True):
     verbatim_rounds: int = 3
     tool_limit_tokens: int | None = None
     reduce: bool = True
+    prose: str = "extractive"
     selective: float | None = None
 
 
@@ -135,9 +139,11 @@ def dump_policy(policy: Policy) -> str:
         summary=policy.summary,
         answer_tokens=policy.answer_tokens,
         marks=_Marks(policy.high_water_ratio, policy.low_water_ratio, policy.block_ratio, policy.memory_price),
-        plan=_Plan(policy.plan.by_rules, policy.plan.goal, policy.plan.promises, policy.plan.patterns),
+        plan=_Plan(
+            policy.plan.by_rules, policy.plan.goal, policy.plan.promises, policy.plan.patterns, policy.plan.unsure
+        ),
         fact=_Fact(policy.keep),
-        trace=_Trace(policy.keep_rounds, policy.tool_limit_tokens, policy.reduce, policy.selective),
+        trace=_Trace(policy.keep_rounds, policy.tool_limit_tokens, policy.reduce, policy.prose, policy.selective),
         hygiene=_Hygiene(
             policy.hygiene.enabled,
             policy.hygiene.tools,
@@ -163,11 +169,12 @@ def _policy(file: _File) -> Policy:
         memory_price=file.marks.memory_price,
         keep_rounds=file.trace.verbatim_rounds,
         tool_limit_tokens=file.trace.tool_limit_tokens,
+        prose=file.trace.prose,
         selective=file.trace.selective,
         summary=file.summary,
         answer_tokens=file.answer_tokens,
         keep=file.fact.keep,
-        plan=PlanRules(file.plan.by_rules, file.plan.patterns, file.plan.goal, file.plan.promises),
+        plan=PlanRules(file.plan.by_rules, file.plan.patterns, file.plan.goal, file.plan.promises, file.plan.unsure),
         hygiene=Hygiene(
             file.hygiene.enabled, file.hygiene.tools, (*own, *(RULES if file.hygiene.default_rules else ()))
         ),

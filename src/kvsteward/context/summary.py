@@ -41,6 +41,9 @@ INSTRUCTION = (
     "Summarise our conversation so far for your own later use, in at most {words} words: what the user wants, what was "
     "decided and done, what is open, and results with their exact ids, numbers, names and paths. Invent nothing. {form}"
 )
+SINCE = (
+    "The first message holds what was condensed before: leave out what it says, and tell what is new or has changed. "
+)
 FORM_JSON = 'JSON: {"intent": [...], "decisions": [...], "open": [...], "facts": [...]}, short lines.'
 FORM_PLAIN = 'Use the headings "User intent:", "Decisions:", "Open items:", "Facts:", short lines under each.'
 
@@ -105,9 +108,11 @@ class Summary:
         return "\n".join(parts)
 
 
-def ask(words: int, *, structured: bool) -> str:
-    """The question. Asked by appending it to what the engine has cached."""
-    return INSTRUCTION.format(words=words, form=FORM_JSON if structured else FORM_PLAIN)
+def ask(words: int, *, structured: bool, since: bool = False) -> str:
+    """The question. Asked by appending it to what the engine has cached. `since`: the conversation begins with what was
+    condensed before."""
+    form = FORM_JSON if structured else FORM_PLAIN
+    return INSTRUCTION.format(words=words, form=f"{SINCE}{form}" if since else form)
 
 
 def parse(answer: str, *, finished: bool = True) -> Summary:
@@ -193,12 +198,14 @@ def verify(
     table: Set[str],
     room_tokens: int,
     estimator: Estimator,
+    earlier: str = "",
 ) -> Verdict:
     """What of an engine's answer may stand in the view, in at most about `room_tokens`.
 
     `sources`: all that the engine was shown. `plan`: what must stand in the view verbatim, in `shown` (the rest of the
     view) or here. `facts`: the values of the span that leaves, each with a line that says it; each must be here or in
-    the `table` of facts."""
+    the `table` of facts. `earlier`: the summary that this one goes on from; its lines follow, as far as they fit. A
+    line that stands in `shown` is left out."""
     refused = _refusal(draft, room_tokens, estimator)
     if refused:
         return Verdict("replaced", refused, facts=len(facts))
@@ -211,23 +218,29 @@ def verify(
         return Verdict("replaced", "not about this conversation, or in another language", written, facts=len(facts))
     orders, invented = 0, 0
     kept: dict[str, tuple[str, ...]] = {}
+    told = {line.removeprefix("- ") for line in shown.splitlines()}
+    before = parse(earlier)
     for name, lines in summary.lines.items():
         section = []
         for line in lines:
-            if _ORDER.search(line):
+            if line in told:
+                continue
+            if gives_orders(line):
                 orders += 1
             elif not known.has_all_of(line):
                 invented += 1
             else:
                 section.append(line)
-        kept[name] = tuple(section)
+        older = (line for line in before.lines[name] if line not in told and known.has_all_of(line))
+        kept[name] = tuple(dict.fromkeys([*section, *older]))[:MAX_ITEMS]
     cut = orders + invented
     if written - cut < written * _KEPT_RATIO or written == cut:
         why = "it gives orders" if orders > invented else "most of it stands in no source"
         return Verdict("replaced", why, written, invented, orders, facts=len(facts))
     text, shortened = _fitted(Summary(kept), room_tokens, estimator)
     if not text:
-        return Verdict("replaced", "no line of it fits the room", written, invented, orders, facts=len(facts))
+        why = "no line of it fits the room" if any(kept.values()) else "it says nothing new"
+        return Verdict("replaced", why, written, invented, orders, facts=len(facts))
     text, plan_added = _with_plan(text, plan, shown)
     text, added, left = _with_facts(text, facts, table, room_tokens, estimator)
     reasons = [
@@ -250,15 +263,22 @@ def _refusal(draft: str, room_tokens: int, estimator: Estimator) -> str:
     """Why an answer is not even read; empty if it is."""
     if not draft.strip():
         return "empty"
-    if _CALL.match(draft) or _is_call(draft):
+    if is_tool_call(draft):
         return "a tool call"
     if estimator.text(draft) > _LONGEST_RATIO * room_tokens:
         return "too long for a summary"
     return ""
 
 
-def _is_call(draft: str) -> bool:
-    """A call written as text: one object, or a list of them, with a name and arguments."""
+def gives_orders(text: str) -> bool:
+    """Whether a text tries to be an instruction to a model, or has marks of a role."""
+    return bool(_ORDER.search(text))
+
+
+def is_tool_call(draft: str) -> bool:
+    """A call written as text: in a model's own marks, or one object, or a list of them, with a name and arguments."""
+    if _CALL.match(draft):
+        return True
     text = _FENCE.sub("", draft).strip()
     if text[:1] not in {"{", "["}:
         return False

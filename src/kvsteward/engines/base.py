@@ -107,6 +107,8 @@ class Engine(ABC):
     """Filled by `start`."""
     name: str
     """What people call this engine: its URL, or its kind. Known before `start`, and the same after a restart."""
+    isolates: bool = False
+    """True where prompts can be kept from sharing a cache (`cache_fields`)."""
     takes_hints: bool = False
     """True where the engine orders its idle KV by what it is told; `start` finds out."""
 
@@ -128,7 +130,7 @@ class Engine(ABC):
         or None where the engine cannot say. A round trip: not for every turn. Changes nothing."""
 
     async def prompt_logprobs(
-        self, prompt: str, *, model: str, request_id: str
+        self, prompt: str, *, model: str, request_id: str, cache_salt: str | None = None
     ) -> Sequence[tuple[str, float | None]] | None:
         """The text of each token of a prompt and its log-probability given those before it (None for the first), or
         None where the engine cannot say. A prefill of the whole prompt, which no cache shortens."""
@@ -143,9 +145,15 @@ class Engine(ABC):
         """After a reply was left early: True once the engine's own figures show that it stopped working on it."""
 
     @abstractmethod
-    async def release_session(self, session_id: str, *, moved: bool = False) -> bool:
+    async def release_session(self, session_id: str, *, moved: bool = False, cache_salt: str | None = None) -> bool:
         """Gives back the KV of an idle session now. True if the engine had some and could; False where it cannot.
-        `moved`: the session goes on elsewhere, so that what a shared store has of it must stay."""
+        `moved`: the session goes on elsewhere, so that what a shared store has of it must stay. `cache_salt`: that of
+        its turns."""
+
+    def cache_fields(self, salt: str | None, sent: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fields for the body of a request, so that its cache is shared only where the salt is the same. `sent` is the
+        client's body, whose own salt divides further. Pure; empty where the engine cannot (`isolates`)."""
+        return {}
 
     def hint_fields(self, keep: Keep, sent: Mapping[str, Any]) -> Mapping[str, Any]:
         """Fields for the body of a turn that tell the engine what is known of its session. `sent` is the client's body,

@@ -80,7 +80,7 @@ class LlamaServerEngine(OpenAIEngine):
             return False
         return await poll_until(lambda: self._is_released(request_id), within_s)
 
-    async def release_session(self, session_id: str, *, moved: bool = False) -> bool:
+    async def release_session(self, session_id: str, *, moved: bool = False, cache_salt: str | None = None) -> bool:
         if self._table.slot_of(session_id) is None or (slot := self._table.take(session_id)) is None:
             return False
         try:

@@ -98,7 +98,7 @@ class OpenAIEngine(Engine):
         count = answer.get("count") if status == 200 and isinstance(answer, dict) else None
         return count if isinstance(count, int) else None
 
-    async def release_session(self, session_id: str, *, moved: bool = False) -> bool:
+    async def release_session(self, session_id: str, *, moved: bool = False, cache_salt: str | None = None) -> bool:
         return False
 
     async def check(self) -> None:

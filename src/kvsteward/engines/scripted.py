@@ -195,7 +195,7 @@ class ScriptedEngine(Engine):
             await self._clock.sleep(min(0.01, within_s))
         return True
 
-    async def release_session(self, session_id: str, *, moved: bool = False) -> bool:
+    async def release_session(self, session_id: str, *, moved: bool = False, cache_salt: str | None = None) -> bool:
         if any(sequence.request.session_id == session_id for sequence in self._living):
             return False
         return self.pool.forget(self._session_blocks.pop(session_id, [])) > 0

@@ -6,6 +6,7 @@ It knows vLLM's endpoints, metrics and headers. Invariant: the ids that it hands
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -48,6 +49,7 @@ class VllmEngine(OpenAIEngine):
     dialect: ClassVar[str] = "vllm"
     health_path: ClassVar[str] = "/health"
     gives_prompt_logprobs: ClassVar[bool] = True
+    isolates = True
 
     def __init__(self, options: HttpOptions, overrides: Overrides | None = None, *, hints: Hints = "auto") -> None:
         super().__init__(options, overrides)
@@ -78,11 +80,11 @@ class VllmEngine(OpenAIEngine):
         return await self._tokenized(body, _TEMPLATE_FIELDS)
 
     async def prompt_logprobs(
-        self, prompt: str, *, model: str, request_id: str
+        self, prompt: str, *, model: str, request_id: str, cache_salt: str | None = None
     ) -> Sequence[tuple[str, float | None]] | None:
         """By the completions endpoint, which repeats the prompt with its log-probabilities and generates nothing."""
         question = {"model": model or self.info.models[0], "prompt": prompt, "temperature": 0}
-        question |= {"echo": True, "logprobs": 0, "max_tokens": 0}
+        question |= {"echo": True, "logprobs": 0, "max_tokens": 0, **self.cache_fields(cache_salt, {})}
         async with self.open(EngineRequest("/v1/completions", orjson.dumps(question), request_id)) as reply:
             raw = b""
             async for chunk in reply.chunks():
@@ -97,6 +99,14 @@ class VllmEngine(OpenAIEngine):
         """True once vLLM works on no more requests than we have open. If others use it too, that may never be."""
         return await poll_until(self._has_no_stranger, within_s)
 
+    def cache_fields(self, salt: str | None, sent: Mapping[str, Any]) -> Mapping[str, Any]:
+        """vLLM hashes `cache_salt` into every block of a prompt. A client's and ours become one of 64 hex digits."""
+        if salt is None:
+            return {}
+        own = sent.get("cache_salt")
+        both = hashlib.sha256(f"{salt}\n{own}".encode()).hexdigest() if isinstance(own, str) and own else salt
+        return {"cache_salt": both}
+
     def hint_fields(self, keep: Keep, sent: Mapping[str, Any]) -> Mapping[str, Any]:
         if not self.takes_hints:
             return {}
@@ -107,12 +117,12 @@ class VllmEngine(OpenAIEngine):
         if self.takes_hints and not await self._note(session_id, "note", _hint(keep)):
             raise EngineError(f"the engine at {self.name} did not take a note")
 
-    async def release_session(self, session_id: str, *, moved: bool = False) -> bool:
+    async def release_session(self, session_id: str, *, moved: bool = False, cache_salt: str | None = None) -> bool:
         if not self.takes_hints:
             return False
         if self._plugged:
-            return await self._note(session_id, "release", {"moved": moved})
-        return await self._note(session_id, "note", {"final": True, "moved": moved})
+            return await self._note(session_id, "release", {"moved": moved}, cache_salt)
+        return await self._note(session_id, "note", {"final": True, "moved": moved}, cache_salt)
 
     async def held(self) -> Held | None:
         listed = await self._listed() if self._plugged else None
@@ -125,10 +135,12 @@ class VllmEngine(OpenAIEngine):
         except (LookupError, TypeError, ValueError) as error:
             raise EngineError(f"the engine at {self.name} lists its sessions in a way that is not known") from error
 
-    async def _note(self, session_id: str, verb: str, hint: Mapping[str, Any]) -> bool:
+    async def _note(self, session_id: str, verb: str, hint: Mapping[str, Any], cache_salt: str | None = None) -> bool:
         """To the plug-in, or as a request of one token, which waits in the engine's queue."""
+        salted = self.cache_fields(cache_salt, {})
         if self._plugged:
-            status, _ = await self._client.post_json(f"{_SESSIONS}/{quote(session_id, safe='')}/{verb}", hint)
+            path = f"{_SESSIONS}/{quote(session_id, safe='')}/{verb}"
+            status, _ = await self._client.post_json(path, {**hint, **salted})
             return status == 200
         body = {
             "model": next(iter(self.info.models), ""),
@@ -136,6 +148,7 @@ class VllmEngine(OpenAIEngine):
             "max_tokens": 1,
             "session_id": session_id,
             "kv_transfer_params": {FIELD: {"version": VERSION, "note": True, **hint}},
+            **salted,
         }
         status, _ = await self._client.post_json("/v1/chat/completions", body)
         return status == 200

@@ -314,14 +314,15 @@ async def _view(steward: Steward, request: Request, tenant: Tenant) -> Response:
     node = request.query_params.get("head") or session.head
     shown = await steward.desk.shown(session.id, node)
     decisions = await steward.desk.call(steward.desk.store.decisions, session.id)
+    tokens = shown.view.known_tokens or shown.view.estimate_tokens(0)
     return json(
         {
             "session": public_id(session),
             "head": node,
             "messages": shown.view.render(),
-            "tokens": shown.view.known_tokens or shown.view.estimate_tokens(0),
+            "tokens": tokens,
             "exact": bool(shown.view.known_tokens),
-            "log_tokens": shown.log_tokens,
+            "log_tokens": tokens + max(0, shown.log_tokens - shown.view.message_tokens),
             "dropped_messages": shown.view.epoch.dropped,
             "summary": shown.view.epoch.judged,
             "decisions": [
@@ -352,7 +353,8 @@ async def _recall(steward: Steward, request: Request, tenant: Tenant) -> Respons
     limit = max(64, min(int(number_of(request, "limit", 1024)), 65_536))
     shown = await steward.desk.shown(session.id, session.head)
     answer = await look_up(steward, session.id, session.head, shown.view, ask, limit)
-    return json({"session": public_id(session), "text": answer.text, "tokens": answer.tokens, "hashes": answer.hashes})
+    body = {"session": public_id(session), "text": answer.text, "tokens": answer.tokens, "hashes": answer.hashes}
+    return json({**body, "search": answer.search} if answer.search else body)
 
 
 # -- the simple chat ----------------------------------------------------------------------------------------------

@@ -34,12 +34,15 @@ from kvsteward.errors import (
 )
 from kvsteward.gateway import api, turn
 from kvsteward.gateway.answer import again_tokens
+from kvsteward.gateway.asking import Asking
 from kvsteward.gateway.auth import tenant_of
 from kvsteward.gateway.desk import Desk, Resolved
 from kvsteward.gateway.fleet import Fleet, Station
+from kvsteward.gateway.librarian import Librarian
 from kvsteward.gateway.relay import ClientGone, Exchange
 from kvsteward.gateway.scribe import Scribe
-from kvsteward.gateway.settings import Settings, Tenant, check_selective
+from kvsteward.gateway.settings import Settings, Tenant, check_asks, check_isolation, check_selective
+from kvsteward.gateway.sorter import Sorter
 from kvsteward.gateway.telemetry import Telemetry
 from kvsteward.gateway.upstream import PATH
 from kvsteward.sessions.base import Session, SessionStore
@@ -70,7 +73,10 @@ class Steward:
         self.telemetry = Telemetry()
         self.desk = Desk(store, settings, self.wall)
         self.fleet = Fleet(engines, settings.limits, self.now)
+        self.asking = Asking(self)
         self.scribe = Scribe(self)
+        self.sorter = Sorter(self)
+        self.librarian = self._librarian(settings, store)
         self.samples: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
         self.recent_ttft_s: deque[float] = deque(maxlen=200)
         self.prompt_tokens_total = 0
@@ -78,6 +84,10 @@ class Steward:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ended: dict[str, Counter] = {}
         self._notes = 0
+
+    def _librarian(self, settings: Settings, store: SessionStore) -> Librarian | None:
+        """Raises ConfigError where the store keeps no vectors, or what keeps them is not installed."""
+        return Librarian(self, settings.embeddings, store.vectors()) if settings.embeddings else None
 
     @staticmethod
     def now() -> float:
@@ -90,11 +100,15 @@ class Steward:
     async def start(self) -> None:
         """Reaches the engines, ends what a crash left open, and starts the housekeeping. Raises EngineError if not one
         engine can be reached, ConfigError for an option that an engine cannot honour."""
+        check_asks(self.settings)
         await self._reach()
         check_selective(self.settings, [station.info for station in self.fleet.stations if station.up])
+        check_isolation(self.settings, [station.engine for station in self.fleet.stations])
         recovered = await self.desk.call(self.desk.store.recover, now=self.wall())
         if recovered:
             log.warning("recovered %d answers that a crash had interrupted", recovered)
+        if self.librarian is not None:
+            self.librarian.start()
         self._spawn(self._sweep())
         for station in self.fleet.stations:
             self._spawn(self._watch(station))
@@ -105,6 +119,9 @@ class Steward:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.scribe.close()
+        await self.sorter.close()
+        if self.librarian is not None:
+            await self.librarian.close()
         for station in self.fleet.stations:
             await station.engine.close()
         await self.desk.close()
@@ -139,22 +156,23 @@ class Steward:
         station, reason = self.fleet.route(session.id, session.engine, model, avoid)
         if before is not None and before is not station:
             log.info("%s goes on at %s: %s", session.id, station.name, reason)
-            self.let_go(before, session.id)
+            self.let_go(before, session)
         if session.engine != station.name:
             resolved = replace(resolved, session=replace(session, engine=station.name))
         return station, resolved
 
-    def let_go(self, station: Station, session_id: str) -> None:
+    def let_go(self, station: Station, session: Session) -> None:
         """A session has left an engine: what it had there goes first. Nobody waits for it."""
-        station.residency.release(session_id)
+        station.residency.release(session.id)
         if station.up:
-            self._spawn(self._release(station, session_id, moved=True))
+            self._spawn(self._release(station, session, moved=True))
 
-    async def _release(self, station: Station, session_id: str, *, moved: bool = False) -> None:
+    async def _release(self, station: Station, session: Session, *, moved: bool = False) -> None:
+        salt = self.settings.cache_salt(session.tenant)
         try:
-            await station.engine.release_session(session_id, moved=moved)
+            await station.engine.release_session(session.id, moved=moved, cache_salt=salt)
         except EngineError as error:
-            log.warning("could not release the KV of %s: %s", session_id, error.message)
+            log.warning("could not release the KV of %s: %s", session.id, error.message)
 
     def budget_tokens(self, tenant: Tenant, info: EngineInfo | None = None) -> int:
         """The smallest of what the tenant, the deployment and the engine allow for one session. Without `info`: that
@@ -197,6 +215,10 @@ class Steward:
         self.telemetry.selective_saved.inc(
             sum(r.tokens_before - r.tokens_after for r in prepared.reductions if r.selective)
         )
+        for asked in prepared.asked:
+            self.telemetry.count_asked(asked)
+        if prepared.unsorted:
+            self.telemetry.asks.labels("class", "late").inc()
         if prepared.epoch is not None:
             self.telemetry.compactions.inc()
             if prepared.epoch.judged is not None:
@@ -270,6 +292,7 @@ class Steward:
                 log.error("cannot sweep the sessions: %s", error.message)
 
     async def sweep(self) -> int:
+        await self.desk.settle()
         expired = await self.desk.call(
             self.desk.store.sweep, now=self.wall(), log_retention_s=self.settings.log_retention_s
         )
@@ -281,12 +304,15 @@ class Steward:
         """Frees what a session has in the KV pool, where the engine can."""
         self.desk.forget(session.id)
         self.scribe.forget(session.id)
+        self.sorter.forget(session.id)
+        if self.librarian is not None:
+            self.librarian.forget(session.id)
         station = self.fleet.station_of(session.id, session.engine)
         self.fleet.forget(session.id)
         if station is not None:
             station.residency.release(session.id)
             if station.up:
-                await self._release(station, session.id)
+                await self._release(station, session)
 
     async def _watch(self, station: Station) -> None:
         """Reads an engine once a second: what it does, and whether it is there."""

@@ -23,10 +23,11 @@ import orjson
 
 from kvsteward.context.hygiene import canonical_tools
 from kvsteward.context.images import hashes
-from kvsteward.context.layout import Item, View, derive, with_note
-from kvsteward.context.pipeline import Arrival, Note, Prepared, Reduction, decode_epoch, encode_epoch
+from kvsteward.context.layout import Arrival, Item, View, derive, with_note
+from kvsteward.context.pipeline import Note, Prepared, Reduction, decode_epoch, encode_epoch
 from kvsteward.context.tokens import Estimator
-from kvsteward.errors import NotFoundError, StateError
+from kvsteward.context.unsure import Classified
+from kvsteward.errors import NotFoundError, StateError, StoreError
 from kvsteward.gateway.ids import Ids
 from kvsteward.gateway.settings import Settings, Tenant
 from kvsteward.sessions.base import Decision, Entry, Found, Session, SessionStore, State
@@ -84,6 +85,7 @@ class Desk:
         self._views: OrderedDict[tuple[str, str], Shown] = OrderedDict()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._active: dict[str, int] = {}
+        self._unended: set[str] = set()
         self.estimator = Estimator()
         self.ids = Ids()
 
@@ -279,32 +281,45 @@ class Desk:
             entries.append(Entry(arrival.hash, parent, arrival.depth, "client", raw, now, tokens))
             parent = arrival.hash
         decisions = _decisions(resolved, prepared, tools, now) if entries or prepared else []
-        session = replace(resolved.session, head=resolved.head, last_used_s=now, log_tokens=log_tokens)
+        count = 0
         if prepared:
+            self.remember(resolved.session.id, resolved.head, Shown(prepared.view, log_tokens))
+            count = self._count_in(resolved.session.id)
+
+        def changed(session: Session) -> Session:
+            """Only what this turn knows: the rest is other turns' and other gateways' too."""
             session = replace(
-                session,
-                state=self._started(session),
-                view_tokens=prepared.tokens,
-                saved_tokens=max(0, log_tokens - prepared.view.message_tokens),
+                session, head=resolved.head, last_used_s=now, log_tokens=log_tokens, engine=resolved.session.engine
             )
-            self.remember(session.id, resolved.head, Shown(prepared.view, log_tokens))
-        await self.call(self._append, session, entries, decisions, resolved.session.state == "new")
-        return session
+            if prepared is None:
+                return session
+            saved_tokens = max(0, log_tokens - prepared.view.message_tokens)
+            return replace(
+                session,
+                state=_started(session.state, count),
+                view_tokens=prepared.tokens,
+                log_tokens=max(log_tokens, prepared.tokens + saved_tokens),
+                saved_tokens=saved_tokens,
+            )
+
+        try:
+            return await self.call(self._append, resolved.session, changed, entries, decisions)
+        except BaseException:
+            if count:  # this turn will not end by itself. Its append is finished even now, and this comes after it
+                self._thread.submit(self._end_turn, resolved.session.id)
+            raise
 
     async def decide(self, session_id: str, decision: Decision) -> None:
         """Records one decision at an entry that is in the log."""
         await self.call(self._decide, session_id, decision)
 
     def _decide(self, session_id: str, decision: Decision) -> None:
-        session = self.store.get(session_id)
-        if session is not None:
-            self.store.append(session, [], [decision])
+        self.store.amend(session_id, lambda session: session, [], [decision])
 
-    def _started(self, session: Session) -> State:
+    def _count_in(self, session_id: str) -> int:
         """Counts a turn in. Its end is `log_answer` or `turn_failed`."""
-        count = self._active[session.id] = self._active.get(session.id, 0) + 1
-        state: State = step(session.state, "revive") if session.state == "expired" else session.state
-        return step(state, "turn_started") if count == 1 or state != "active" else state
+        count = self._active[session_id] = self._active.get(session_id, 0) + 1
+        return count
 
     def _ended(self, session: Session) -> State:
         """The state once one more turn has ended. `_count_out` makes it so, after the store has it."""
@@ -317,16 +332,22 @@ class Desk:
             self._active[session_id] = count
 
     def _append(
-        self, session: Session, entries: Sequence[Entry], decisions: Sequence[Decision], likely_new: bool
-    ) -> None:
-        """On the store's thread. `likely_new` saves a question; what the store says counts."""
-        if likely_new:
-            self._create(session)
-        try:
-            self.store.append(session, entries, decisions)
-        except NotFoundError:
-            self._create(session)
-            self.store.append(session, entries, decisions)
+        self,
+        known: Session,
+        changed: Callable[[Session], Session],
+        entries: Sequence[Entry],
+        decisions: Sequence[Decision],
+    ) -> Session:
+        """On the store's thread. A session that is likely new is made without asking; what the store says counts."""
+        if known.state == "new":
+            self._create(known)
+        session = self.store.amend(known.id, changed, entries, decisions)
+        if session is None:
+            self._create(known)
+            session = self.store.amend(known.id, changed, entries, decisions)
+        if session is None:
+            raise NotFoundError(f"the session '{known.id}' was deleted while its turn began")
+        return session
 
     def _create(self, session: Session) -> None:
         with suppress(StateError):  # another turn of the session has made it
@@ -367,24 +388,26 @@ class Desk:
     def _append_answer(
         self, session_id: str, entry: Entry, turn_id: str, view: View, log_tokens: int, again_tokens: int | None
     ) -> None:
-        session = self.store.get(session_id)
-        if session is None:  # deleted while the engine was speaking: what was deleted stays deleted
-            self._count_out(session_id)
-            return
-        moved = session.head == entry.parent
-        session = replace(
-            session,
-            head=entry.hash if moved else session.head,
-            state=self._ended(session),
-            last_used_s=entry.created_s,
-            turns=session.turns + 1,
-            log_tokens=log_tokens if moved else session.log_tokens,
-            view_tokens=view.estimate_tokens(0) if moved else session.view_tokens,
-            saved_tokens=max(0, log_tokens - view.message_tokens) if moved else session.saved_tokens,
-            compactions=session.compactions + (again_tokens is not None),
-            again_tokens=session.again_tokens + (again_tokens or 0),
-        )
-        self.store.append(session, [entry], end_draft=turn_id)
+        def changed(session: Session) -> Session:
+            session = replace(
+                session,
+                state=self._ended(session),
+                last_used_s=entry.created_s,
+                turns=session.turns + 1,
+                compactions=session.compactions + (again_tokens is not None),
+                again_tokens=session.again_tokens + (again_tokens or 0),
+            )
+            if session.head != entry.parent:
+                return session
+            view_tokens, saved_tokens = view.estimate_tokens(0), max(0, log_tokens - view.message_tokens)
+            # The log is summed up from estimates, the view is counted by the engine: it is never more than its log.
+            known_tokens = max(log_tokens, view_tokens + saved_tokens)
+            return replace(
+                session, head=entry.hash, log_tokens=known_tokens, view_tokens=view_tokens, saved_tokens=saved_tokens
+            )
+
+        # None: deleted while the engine was speaking. What was deleted stays deleted.
+        self.store.amend(session_id, changed, [entry], end_draft=turn_id)
         self._count_out(session_id)
 
     async def bound(self, session_id: str, engine: str) -> Session:
@@ -392,11 +415,9 @@ class Desk:
         return await self.call(self._bind, session_id, engine)
 
     def _bind(self, session_id: str, engine: str) -> Session:
-        session = self.store.get(session_id)
+        session = self.store.amend(session_id, lambda stored: replace(stored, engine=engine))
         if session is None:
             raise NotFoundError(f"there is no session '{session_id}'")
-        session = replace(session, engine=engine)
-        self.store.put(session)
         return session
 
     async def turn_failed(self, session_id: str) -> None:
@@ -404,10 +425,31 @@ class Desk:
         await self.call(self._end_turn, session_id)
 
     def _end_turn(self, session_id: str) -> None:
-        session = self.store.get(session_id)
-        if session is not None:
-            self.store.put(replace(session, state=self._ended(session), last_used_s=self._now()))
-        self._count_out(session_id)
+        now = self._now()
+        try:
+            self.store.amend(session_id, lambda stored: replace(stored, state=self._ended(stored), last_used_s=now))
+        except StoreError:
+            self._unended.add(session_id)  # `settle` says it when the store is there again
+            raise
+        finally:
+            self._count_out(session_id)
+
+    async def settle(self) -> None:
+        """Says to the store which sessions are not active any more, where it could not be told as their turns ended."""
+        for session_id in tuple(self._unended):
+            if session_id not in self._active:
+                await self.call(self.store.amend, session_id, _idle)
+            self._unended.discard(session_id)
+
+
+def _started(state: State, count: int) -> State:
+    """The state with one more turn, the `count`th that runs here."""
+    state = step(state, "revive") if state == "expired" else state
+    return step(state, "turn_started") if count == 1 or state != "active" else state
+
+
+def _idle(session: Session) -> Session:
+    return replace(session, state=step(session.state, "turn_ended")) if session.state == "active" else session
 
 
 def _hand_over(done: Future[T], waiter: asyncio.Future[T]) -> None:
@@ -437,10 +479,13 @@ def rebuild(path: Sequence[Entry], decisions: Sequence[Decision], estimator: Est
     on_path = {entry.hash for entry in path}
     noted = [msgspec.json.decode(d.payload, type=Note) for d in decisions if d.kind == "note" and d.at in on_path]
     tools = [orjson.loads(d.payload) for d in decisions if d.kind == "tools" and d.at in on_path]
+    told = [msgspec.json.decode(d.payload, type=Classified) for d in decisions if d.kind == "class" and d.at in on_path]
+    classes = {hash_: found for one in told for hash_, found in one.items.items()}
     items = []
     for entry in path:
         message = orjson.loads(entry.raw)
-        items.append(Item(entry.hash, entry.depth, message, entry.tokens, entry.tokens, hashes(message)))
+        item = Item(entry.hash, entry.depth, message, entry.tokens, entry.tokens, hashes(message))
+        items.append(replace(item, classes=classes[entry.hash]) if entry.hash in classes else item)
     view = derive(items, epochs, reduced, {note.hash: note.text for note in noted})
     view = replace(
         view,
@@ -467,6 +512,10 @@ def _decisions(resolved: Resolved, prepared: Prepared | None, tools: Tools | Non
     for reduction in prepared.reductions if prepared else ():
         if reduction.kind == "distil":
             found.append(Decision(reduction.hash, "distil", orjson.dumps(reduction), now))
+    for asked in prepared.asked if prepared else ():
+        found.append(Decision(asked.at, "ask", orjson.dumps(asked), now))
+    if prepared and prepared.classified:
+        found.append(Decision(resolved.head, "class", orjson.dumps(prepared.classified), now))
     if prepared and prepared.epoch:
         found.append(Decision(resolved.head, "compact", encode_epoch(prepared.epoch), now))
     if prepared and prepared.note:

@@ -12,7 +12,7 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from kvsteward.engines.base import Engine, EngineInfo, EngineLoad, Held
@@ -23,6 +23,8 @@ from kvsteward.policy.misses import Misses
 from kvsteward.policy.residency import Residency
 from kvsteward.policy.routing import Nowhere, Place, route
 
+ROW_IS_LATE_S = 10.0
+"""How long a turn may hold a row that it read before the session was bound anew."""
 MAX_BOUND = 100_000
 """Sessions whose binding is kept here; of the others the stored row knows it."""
 FAILURES = 3
@@ -83,6 +85,15 @@ class Station:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """To an engine, by this gateway. `stored` is what the session's row said before, "" where that is not known."""
+
+    name: str
+    stored: str | None
+    since_s: float
+
+
 class Fleet:
     """All engines of a gateway, and the sessions bound to them. There is at least one, and no two have one name."""
 
@@ -91,7 +102,8 @@ class Fleet:
         self._named = {station.name: station for station in self.stations}
         if not self.stations or len(self._named) < len(self.stations):
             raise ConfigError("give one or more engines, each once", param="engine")
-        self._bound: OrderedDict[str, str] = OrderedDict()
+        self._now = now
+        self._bound: OrderedDict[str, _Binding] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._open: dict[str, int] = {}
         self._idle: dict[str, list[asyncio.Event]] = {}
@@ -115,8 +127,13 @@ class Fleet:
         return tuple(dict.fromkeys(model for station in self.stations for model in station.info.models))
 
     def binding(self, session_id: str, stored: str | None) -> str | None:
-        """Where a session is bound to; `stored` is what its row says."""
-        return self._bound.get(session_id, stored)
+        """Where a session is bound to; `stored` is what its row says. The word of this gateway is the newest while the
+        row may not have it yet; what another gateway has written into the row since then is newer."""
+        bound = self._bound.get(session_id)
+        if bound is None or stored is None:
+            return stored if bound is None else bound.name
+        late = self._now() - bound.since_s < ROW_IS_LATE_S and bound.stored in {"", stored}
+        return bound.name if late else stored
 
     def station_of(self, session_id: str, stored: str | None) -> Station | None:
         """The engine that holds a session's KV, if it is bound to one that is still here."""
@@ -137,12 +154,16 @@ class Fleet:
                 raise OverloadedError(choice.reason, retry_after_s=5.0, hint="'kvsteward engines list' shows them.")
             chosen, reason = self._named[choice.name], choice.reason
         if session_id is not None:
-            self.bind(session_id, chosen)
+            self.bind(session_id, chosen, stored)
         return chosen, reason
 
-    def bind(self, session_id: str, station: Station) -> None:
+    def bind(self, session_id: str, station: Station, stored: str | None = "") -> None:
+        """`stored` is what the session's row says now, "" where that is not known."""
+        bound = self._bound.get(session_id)
+        if bound is None or bound.name != station.name:
+            bound = _Binding(station.name, stored, self._now())
         self.forget(session_id)
-        self._bound[session_id] = station.name
+        self._bound[session_id] = bound
         self._counts[station.name] += 1
         if len(self._bound) > MAX_BOUND:
             self.forget(next(iter(self._bound)))
@@ -153,9 +174,9 @@ class Fleet:
 
     def forget(self, session_id: str) -> None:
         """The session is over, or only its row knows where it is bound to."""
-        name = self._bound.pop(session_id, None)
-        if name is not None:
-            self._counts[name] -= 1
+        bound = self._bound.pop(session_id, None)
+        if bound is not None:
+            self._counts[bound.name] -= 1
 
     def another(self, avoid: Collection[str], model: str) -> bool:
         """Whether a turn that failed on `avoid` may be tried elsewhere."""

@@ -61,9 +61,10 @@ async def move(steward: Steward, request: Request, tenant: Tenant) -> Response:
         raise ConflictError(f"a turn of the session '{request.path_params['id']}' is running")
     _check_takes(target, session)
     before = steward.fleet.station_of(session_id, session.engine)
-    steward.fleet.bind(session_id, target)  # from here on no turn goes to the old one, whatever the row still says
+    # From here on no turn goes to the old one, whatever the row still says.
+    steward.fleet.bind(session_id, target, session.engine)
     if before is not None and before is not target:
-        steward.let_go(before, session_id)
+        steward.let_go(before, session)
     session = await steward.desk.bound(session_id, target.name)
     moved = {"id": public_id(session), "object": "session.moved", "moved": before is not target}
     return json({**moved, "from": before.name if before else None, "to": target.name})

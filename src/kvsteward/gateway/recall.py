@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from kvsteward.context.fusion import fused
 from kvsteward.context.images import image_parts
 from kvsteward.context.layout import View
 from kvsteward.context.pipeline import Prepared
@@ -27,7 +28,7 @@ from kvsteward.context.recall import (
     with_tool,
 )
 from kvsteward.errors import NotFoundError, UnsupportedError
-from kvsteward.sessions.base import Decision, Entry
+from kvsteward.sessions.base import Decision, Entry, SessionStore
 from kvsteward.wire.chat import ChatRequest
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 _IMAGES = "[kvsteward: the images that were recalled]"
 HEADER = "X-KVSteward-Recall"
+_RANKED = 4 * MAX_HITS
+"""Entries of each ranking that count: those that the view shows whole are taken out after."""
+_SOUGHT = 5 * _RANKED
+"""Entries by meaning, other branches among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,8 @@ class Recalled:
     hashes: tuple[str, ...]
     images: tuple[Mapping[str, Any], ...] = ()
     """The image parts that were asked for by hash."""
+    search: str = ""
+    """How it was found, where there are vectors: "fused", or "words" and why (`librarian.Miss`)."""
 
 
 def wanted(steward: Steward, headers: Mapping[str, str], request: ChatRequest) -> bool:
@@ -111,6 +118,7 @@ async def answer_calls(
                 images.append(part)
         steward.telemetry.recalls.inc()
         payload = {"arguments": arguments, "hashes": found.hashes, "tokens": found.tokens, "text": found.text}
+        payload |= {"search": found.search} if found.search else {}
         await steward.desk.decide(session_id, Decision(head, "recall", orjson.dumps(payload), steward.wall()))
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": found.text})
     if images:
@@ -121,7 +129,7 @@ async def answer_calls(
 async def look_up(steward: Steward, session_id: str, head: str, view: View, ask: Ask, limit_tokens: int) -> Recalled:
     """Finds what is asked for on the path to `head`. The messages that the view shows whole are not found again."""
     desk = steward.desk
-    entries = await _entries(steward, session_id, head, ask)
+    entries, search = await find(steward, session_id, head, ask)
     if not ask.hash:
         shown = shown_whole(view)
         entries = [entry for entry in entries if entry.hash not in shown] or entries[:1]
@@ -129,10 +137,11 @@ async def look_up(steward: Steward, session_id: str, head: str, view: View, ask:
     labels = {stub.hash: stub.label for stub in view.epoch.stubs}
     text = compose(ask, hits, labels, limit_tokens, desk.estimator)
     images = [part for hit in hits for part in image_parts(hit.message, ask.hash)] if ask.hash else []
-    return Recalled(text, desk.estimator.text(text), tuple(hit.hash for hit in hits), tuple(images))
+    return Recalled(text, desk.estimator.text(text), tuple(hit.hash for hit in hits), tuple(images), search)
 
 
-async def _entries(steward: Steward, session_id: str, head: str, ask: Ask) -> Sequence[Entry]:
+async def find(steward: Steward, session_id: str, head: str, ask: Ask) -> tuple[Sequence[Entry], str]:
+    """What is found, best first, and how (`Recalled.search`)."""
     desk = steward.desk
     if ask.hash:
         try:
@@ -140,6 +149,24 @@ async def _entries(steward: Steward, session_id: str, head: str, ask: Ask) -> Se
         except NotFoundError:  # two start so: both may be shown
             entry = None
         if entry is not None:
-            return [entry]
+            return [entry], ""
     query = ask.query or ask.hash
-    return await desk.call(desk.store.lookup, session_id, query, head=head, limit=4 * MAX_HITS)
+    by_words = await desk.call(desk.store.lookup, session_id, query, head=head, limit=_RANKED)
+    if steward.librarian is None:
+        return by_words, ""
+    sought = await steward.librarian.search(session_id, query, _SOUGHT)
+    if sought.miss is not None:
+        return by_words, f"words: {sought.miss}"
+    return await desk.call(_fused, desk.store, session_id, head, by_words, sought.hashes), "fused"
+
+
+def _fused(
+    store: SessionStore, session_id: str, head: str, by_words: Sequence[Entry], by_meaning: Sequence[str]
+) -> Sequence[Entry]:
+    """On the store's thread: both rankings as one, of entries on the path to `head`."""
+    on_path = store.on_path(session_id, head, by_meaning)
+    near = [hash_ for hash_ in by_meaning if hash_ in on_path][:_RANKED]
+    held: dict[str, Entry | None] = {entry.hash: entry for entry in by_words}
+    order = fused([[*held], near])[:_RANKED]
+    entries = [held[hash_] if hash_ in held else store.item(session_id, hash_) for hash_ in order]
+    return [entry for entry in entries if entry is not None]

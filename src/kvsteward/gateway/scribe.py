@@ -23,12 +23,11 @@ from kvsteward.context.pipeline import Summarise, fits, summarise, summary_due
 from kvsteward.context.summary import Draft
 from kvsteward.engines.base import EngineRequest, Keep
 from kvsteward.errors import KVStewardError
+from kvsteward.gateway.asking import format_of, heard, said
 from kvsteward.gateway.fleet import Station
 from kvsteward.gateway.upstream import PATH, for_engine
 from kvsteward.policy.admission import Demand
-from kvsteward.wire.answer import AnswerReader
 from kvsteward.wire.chat import ChatRequest, encode
-from kvsteward.wire.sse import EventSplitter
 
 if TYPE_CHECKING:
     from kvsteward.gateway.app import Steward
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvsteward")
 
 _MAX_DRAFTS = 1_024
-_MAX_ANSWER_BYTES = 2**20
-_STRUCTURED = frozenset({"vllm", "llama-server"})
-"""Engines that hold an answer to a JSON schema."""
 _SLOTTED = frozenset({"llama-server"})
 """Engines that keep a session's cache in a slot, which works on one request at a time."""
 _SHAPING = frozenset(
@@ -63,6 +59,8 @@ class _Work:
     policy: Policy
     keep: Keep | None
     """What the engine was told of the session; a draft must not make it forget that."""
+    cache_fields: Mapping[str, Any]
+    """Those of the turn: the same cache."""
 
 
 class Scribe:
@@ -72,8 +70,6 @@ class Scribe:
         self._steward = steward
         self._drafts: OrderedDict[str, Draft] = OrderedDict()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._plain: set[str] = set()
-        """Engines that refused a schema."""
 
     @property
     def running(self) -> int:
@@ -88,6 +84,7 @@ class Scribe:
         marks: Marks,
         policy: Policy,
         keep: Keep | None = None,
+        cache_fields: Mapping[str, Any] | None = None,
     ) -> None:
         """A turn has ended, and the engine has counted its `view`. Starts a draft if one is due."""
         steward, draft = self._steward, self._drafts.get(session_id)
@@ -98,7 +95,7 @@ class Scribe:
         if len(self._tasks) >= steward.settings.summaries_at_once or at.draining or at.gate.pool.waiting:
             self._count("skipped")
             return
-        work = _Work(session_id, at, request, view, marks, policy, keep)
+        work = _Work(session_id, at, request, view, marks, policy, keep, cache_fields or {})
         task = self._tasks[session_id] = asyncio.create_task(self._work(work))
         task.add_done_callback(lambda _: self._tasks.pop(session_id, None))
 
@@ -152,7 +149,7 @@ class Scribe:
 
     async def _drafted(self, work: _Work) -> Draft | None:
         steward = self._steward
-        structured = work.at.name not in self._plain and work.at.info.dialect in _STRUCTURED
+        structured = steward.asking.structured(work.at)
         tools_tokens = steward.desk.estimator.json(work.request.tools)
         questions = summarise(
             *(work.view, work.marks, work.policy, steward.desk.estimator, tools_tokens),
@@ -171,30 +168,21 @@ class Scribe:
         steward = self._steward
         messages = for_engine(work.at.info, question.messages)
         base = _base(work.request, question)
-        fields = work.at.engine.hint_fields(work.keep, base.body) if work.keep is not None else {}
+        hints = work.at.engine.hint_fields(work.keep, base.body) if work.keep is not None else {}
+        fields = {**hints, **work.cache_fields}
         body = encode(base, messages=messages, stream=True, max_tokens=question.max_tokens, fields=fields)
         demand = Demand(work.view.known_tokens + question.max_tokens, question.max_tokens, returning=True)
-        reader, splitter, received = AnswerReader(), EventSplitter(), 0
         request = EngineRequest(PATH, body, f"{steward.desk.ids.new()}-summary", work.session_id)
         async with work.at.gate.spare(demand) as has_room:
             if not has_room:
                 return None
-            async with work.at.engine.open(request) as reply:
-                if reply.status in {400, 422, 501} and question.schema is not None:
-                    self._plain.add(work.at.name)  # asked in plain words from now on
-                if reply.status != 200:
-                    return None
-                async for chunk in reply.chunks():
-                    received += len(chunk)
-                    if received > _MAX_ANSWER_BYTES:
-                        return None
-                    for event in splitter.feed(chunk):
-                        reader.feed(event)
-        message = reader.message()
-        if reader.failed is not None or message is None or message.get("tool_calls"):
+            status, reader = await heard(work.at.engine, request)
+        if reader is None:
+            if question.schema is not None:
+                steward.asking.schema_refused(work.at, status)
             return None
-        text = message.get("content")
-        return (text, reader.finish != "length") if isinstance(text, str) and text.strip() else None
+        text, _ = said(reader)
+        return None if text is None else (text, reader.finish != "length")
 
 
 def _base(request: ChatRequest, question: Summarise) -> ChatRequest:
@@ -204,9 +192,5 @@ def _base(request: ChatRequest, question: Summarise) -> ChatRequest:
         del body["tool_choice"]  # a call would be forced
     body["temperature"] = 0
     if question.schema is not None:
-        body["response_format"] = _format(question.schema)
+        body["response_format"] = format_of("summary", question.schema)
     return ChatRequest(body, (), request.model, True, True)
-
-
-def _format(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "summary", "schema": schema, "strict": True}}

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast, get_args
@@ -16,12 +16,21 @@ import uvicorn
 from kvsteward.context.marks import Policy
 from kvsteward.context.policies import load_policy, with_options
 from kvsteward.engines.base import Engine
+from kvsteward.engines.embeddings import EmbeddingOptions
 from kvsteward.engines.registry import EngineSpec, Kind, create_engine, resolve
 from kvsteward.engines.vllm import Hints
 from kvsteward.errors import ConfigError, EngineUnavailableError
 from kvsteward.gateway.app import create_app
 from kvsteward.gateway.cork import CorkedProtocol
-from kvsteward.gateway.settings import Mode, Settings, check_selective, load_tenants
+from kvsteward.gateway.settings import (
+    Mode,
+    Settings,
+    Tenant,
+    check_asks,
+    check_isolation,
+    check_selective,
+    load_tenants,
+)
 from kvsteward.sessions import open_store
 
 log = logging.getLogger("kvsteward")
@@ -58,6 +67,13 @@ class ServeOptions:
     recall: bool
     tenants: Path | None
     hints: str = "auto"
+    cache_secret: str | None = None
+    embeddings: str | None = None
+    embeddings_model: str | None = None
+    embeddings_key: str | None = None
+    embeddings_dimensions: int | None = None
+    embeddings_query_prefix: str = ""
+    embeddings_text_prefix: str = ""
 
 
 def settings_of(options: ServeOptions) -> Settings:
@@ -76,10 +92,43 @@ def settings_of(options: ServeOptions) -> Settings:
             selective=options.selective,
         ),
         recall=options.recall,
+        embeddings=embeddings_of(options),
         ttl_s=options.ttl_s,
         log_retention_s=options.log_days * 86_400,
         max_body_bytes=options.max_body_mib * 2**20,
-        keys=load_tenants(options.tenants) if options.tenants else {},
+        keys=keys_of(options),
+    )
+
+
+def keys_of(options: ServeOptions) -> Mapping[str, Tenant]:
+    """Raises ConfigError for a secret that nobody needs."""
+    if options.tenants is not None:
+        return load_tenants(options.tenants, options.cache_secret)
+    if options.cache_secret is not None:
+        raise ConfigError("--cache-secret says nothing without --tenants", hint="Give --tenants FILE.")
+    return {}
+
+
+def embeddings_of(options: ServeOptions) -> EmbeddingOptions | None:
+    """Raises ConfigError where something is said of a model and not where it is."""
+    said = {
+        "model": options.embeddings_model,
+        "dimensions": options.embeddings_dimensions,
+        "query-prefix": options.embeddings_query_prefix,
+        "text-prefix": options.embeddings_text_prefix,
+    }
+    if options.embeddings is None:
+        idle = next((name for name, value in said.items() if value), None)
+        if idle is not None:
+            raise ConfigError(f"--embeddings-{idle} says nothing without --embeddings", hint="Give --embeddings URL.")
+        return None
+    return EmbeddingOptions(
+        options.embeddings,
+        options.embeddings_model or "",
+        options.embeddings_key,
+        options.embeddings_dimensions,
+        options.embeddings_query_prefix,
+        options.embeddings_text_prefix,
     )
 
 
@@ -162,8 +211,12 @@ def run(options: ServeOptions) -> None:
     """Serves until SIGINT or SIGTERM. The engine is started by the application and stopped with it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings, specs, store = settings_of(options), engine_specs(options), open_store(options.store)
+    check_asks(settings)
+    if settings.embeddings is not None:
+        store.vectors()  # raises what is wrong with it before anybody is waited for
     engines = asyncio.run(reached(specs))
     check_selective(settings, [engine.info for engine in engines])
+    check_isolation(settings, engines)
     listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

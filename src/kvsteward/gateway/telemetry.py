@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvsteward.context.ask import Asked
+
 SESSION_BUCKETS = tuple(float(1024 * 2**i) for i in range(11))
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -53,7 +55,38 @@ class Telemetry:
             buckets=_SECONDS,
             registry=r,
         )
+        self.asks = Counter(
+            "kvsteward:asks",
+            "Questions to the engine's model on our own account, by what for (prose, class) and what became of them: "
+            "used, refused, failed; and of those for classes skipped, given_up, late",
+            ["purpose", "outcome"],
+            registry=r,
+        )
+        self.asked_tokens = Counter(
+            "kvsteward:asked_tokens", "Tokens of such questions and their answers", ["purpose"], registry=r
+        )
+        self.asked_time = Histogram(
+            "kvsteward:ask_seconds",
+            "Time that such a question took; a turn waits for those about prose",
+            ["purpose"],
+            buckets=_SECONDS,
+            registry=r,
+        )
         self.recalls = Counter("kvsteward:recalls", "Calls of the recall tool that were answered", registry=r)
+        self.recall_searches = Counter(
+            "kvsteward:recall_searches",
+            "Searches by meaning: fused, or why they went by words alone: timeout, unavailable, refused, unusable, "
+            "resting, no_vectors",
+            ["outcome"],
+            registry=r,
+        )
+        self.embedded = Counter(
+            "kvsteward:embedded_texts",
+            "Passages of logs: stored, adopted (known from a branch), refused by the endpoint; and sessions: failed, "
+            "given_up, dropped",
+            ["outcome"],
+            registry=r,
+        )
         self.exact_counts = Counter("kvsteward:exact_counts", "Prompts that the engine was asked to count", registry=r)
         self.ttft = Histogram("kvsteward:ttft_seconds", "Time to the first token", buckets=_SECONDS, registry=r)
         self.queue_time = Histogram(
@@ -88,6 +121,11 @@ class Telemetry:
         self.capacity_tokens = Gauge(
             "kvsteward:kv_capacity_tokens", "Tokens that the engine's KV pool holds", registry=r
         )
+
+    def count_asked(self, asked: Asked) -> None:
+        self.asks.labels(asked.purpose, asked.outcome).inc()
+        self.asked_tokens.labels(asked.purpose).inc(asked.tokens)
+        self.asked_time.labels(asked.purpose).observe(asked.seconds)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from kvsteward.context.ask import Ask, Reply
 from kvsteward.context.hygiene import Moved, clean, same_tools
 from kvsteward.context.layout import View
 from kvsteward.context.marks import Marks, load_of
@@ -85,11 +86,22 @@ class Turn:
     """The client's tools as they came, and as the engine is shown them."""
     keep: Keep | None = None
     """What an engine that takes hints is told of the session."""
+    replies: dict[str, Reply] = field(default_factory=dict)
+    asked_s: float = 0.0
+    """What it has asked the engine's model about its own messages, and how long it has waited for that."""
+    told: bool = False
+    """What became of these questions is in the log."""
 
     @property
     def fields(self) -> Mapping[str, Any]:
         """What goes into the body for this engine only."""
-        return {} if self.keep is None else self.at.engine.hint_fields(self.keep, self.request.body)
+        hints = {} if self.keep is None else self.at.engine.hint_fields(self.keep, self.request.body)
+        return {**hints, **self.cache_fields}
+
+    @property
+    def cache_fields(self) -> Mapping[str, Any]:
+        """What keeps the tenant's prompts from sharing a cache with others'."""
+        return self.at.engine.cache_fields(self.tenant.cache_salt, self.request.body)
 
     def step(self, state: str) -> None:
         if state not in LIFE[self.state]:
@@ -233,14 +245,16 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
                 force=force,
                 moved=turn.moved,
                 draft=draft,
+                classified=steward.sorter.before_turn(resolved.session.id),
             ),
         )
     except BaseException:
         await asyncio.shield(desk.log_arrivals(resolved, None, recorded))
         raise
-    prepared = replace(prepared, view=replace(prepared.view, tools=turn.tools))
+    asked = () if turn.told else prepared.asked
+    prepared = replace(prepared, view=replace(prepared.view, tools=turn.tools), asked=asked)
     await desk.log_arrivals(resolved, prepared, recorded)
-    turn.open_in = resolved.session.id
+    turn.open_in, turn.told = resolved.session.id, True
     if prepared.epoch is not None:
         steward.scribe.after_compaction(resolved.session.id)
     steward.count_prepared(prepared, steward.now() - started)
@@ -254,7 +268,7 @@ def marks_of(steward: Steward, turn: Turn, view: View) -> Marks:
     return with_room(marks) if turn.recall else marks
 
 
-async def ask(steward: Steward, turn: Turn, questions: Generator[Count | Score, Any, Prepared]) -> Prepared:
+async def ask(steward: Steward, turn: Turn, questions: Generator[Count | Score | Ask, Any, Prepared]) -> Prepared:
     """Drives the pipeline: what it asks, the engine answers."""
     answer: Any = None
     while True:
@@ -266,6 +280,8 @@ async def ask(steward: Steward, turn: Turn, questions: Generator[Count | Score, 
         if isinstance(question, Count):
             steward.telemetry.exact_counts.inc()
             answer = await count(turn, question)
+        elif isinstance(question, Ask):
+            answer = await steward.asking.waited(turn, question)
         else:
             answer = await score(steward, turn, question)
 
@@ -285,8 +301,9 @@ async def score(steward: Steward, turn: Turn, question: Score) -> Pieces | None:
     started = steward.now()
     try:
         async with asyncio.timeout(steward.settings.selective_timeout_s), turn.at.gate.admitted(demand):
+            apart: dict[str, Any] = {"cache_salt": turn.tenant.cache_salt} if turn.tenant.cache_salt else {}
             pieces = await turn.at.engine.prompt_logprobs(
-                prompt, model=turn.request.model, request_id=f"{turn.id}-score"
+                prompt, model=turn.request.model, request_id=f"{turn.id}-score", **apart
             )
     except (EngineError, ContextOverflowError, OverloadedError, TimeoutError):
         pieces = None
@@ -312,6 +329,8 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
         "x-kvsteward-tokens-in-view": str(prepared.tokens),
         "x-kvsteward-tokens-saved": str(saved_tokens(resolved, prepared)),
     }
+    if prepared.asked:
+        exchange.reply_headers["x-kvsteward-tokens-asked"] = str(sum(asked.tokens for asked in prepared.asked))
     turn.step("waiting")
     log = AnswerLog(steward, turn, resolved, prepared)
     try:
@@ -334,7 +353,11 @@ async def answered(steward: Steward, exchange: Exchange, turn: Turn, resolved: R
         turn.keep = replace(turn.keep, tools=log.called)
     if log.view_after is not None:  # only now is the room of this turn free again
         policy = steward.policy(turn.tenant)
-        steward.scribe.after_turn(session_id, turn.at, request, log.view_after, prepared.marks, policy, turn.keep)
+        work = (turn.at, request, log.view_after, prepared.marks, policy)
+        steward.scribe.after_turn(session_id, *work, turn.keep, turn.cache_fields)
+        steward.sorter.after_turn(session_id, *work, turn.cache_fields)
+    if steward.librarian is not None:
+        steward.librarian.after_turn(session_id)
     if turn.keep is not None and turn.keep.tools:
         steward.note_pause(turn.at.engine, session_id, turn.keep)
 
@@ -383,7 +406,10 @@ async def passed(exchange: Exchange, turn: Turn, raw: bytes) -> None:
     """A request and its answer, untouched."""
     request = turn.request
     stream = request.stream or turn.at.info.streams_only
-    body = raw if request.stream == stream else encode(request, stream=True)
+    if turn.cache_fields:
+        body = encode(request, stream=stream, fields=turn.cache_fields)
+    else:
+        body = raw if request.stream == stream else encode(request, stream=True)
     async with turn.at.engine.open(EngineRequest(PATH, body, turn.id, None, engine_headers(exchange))) as reply:
         turn.step("streaming")
         if reply.status != 200:

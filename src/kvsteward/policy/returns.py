@@ -9,6 +9,9 @@ from the class above it until it has data of its own; the top one starts from a 
 P(return before then) / E[seconds kept until then]. For independent reuse it is the order that maximises hits per
 byte-second (Gittins 1979; used on caches as hit density: Beckmann, Chen, Cidon, "LHD", NSDI 2018).
 
+What was learned can be taken out as rows of plain values and given to the next process (`rows`, `take`): sessions are
+not part of it.
+
 Mutable, no clock, no I/O: times come in. Invariant: at most `max_classes` tables and `max_sessions` sessions are held.
 """
 
@@ -16,10 +19,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvsteward.policy.tilts import Tilts, Trait
+from kvsteward.policy.tilts import Tilts, Trait, names_of, numbers_of
 
 Key = tuple[str, ...]
 
@@ -36,6 +40,8 @@ PRIOR_SHAPE, PRIOR_SCALE_S = 0.75, 10.0
 OWN_GAP_WEIGHT = 0.3
 COUNT_AGAIN = 1.5
 """A pause that goes on is counted again when it is this much longer."""
+MOST_TAKEN_RETURNS = 1000.0
+"""A class that comes from an earlier process weighs no more than this many returns: traffic may have changed."""
 RUNNING: Key = ("running",)
 ENDS = ("stop", "end_turn", "stopped")
 """Stops after which it is the user's turn."""
@@ -234,6 +240,31 @@ class Returns:
         if not pause.index:
             return self._table(pause.key).rate(age_s)
         return pause.index[bin_of(age_s)]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What was learned, as copies that JSON can hold: one row for each class, those above first, then the tilts."""
+        tables = [((), self._top), *self._tables.items()]
+        classes = [{"class": list(k), "returns": list(t.returns), "idle_s": list(t.idle_s)} for k, t in tables]
+        return [*classes, *self._tilts.rows()]
+
+    def take(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Begins with what `rows` of an earlier process say. Raises ValueError at a row that is none; then what came
+        before it is there, and this object is to be thrown away."""
+        for row in rows:
+            if "class" not in row:
+                self._tilts.take(row)
+                continue
+            key = names_of(row["class"])
+            returns, idle_s = numbers_of(row.get("returns"), BINS), numbers_of(row.get("idle_s"), BINS)
+            if min(*returns, *idle_s) < 0.0:
+                raise ValueError("returns and seconds are 0 or more")
+            if key and len(self._tables) >= self._max_classes:
+                continue
+            table = self._table(key) if key else self._top
+            part = min(1.0, MOST_TAKEN_RETURNS / max(1.0, sum(returns)))
+            table.returns = [part * n for n in returns]
+            table.idle_s = [part * seconds for seconds in idle_s]
+            table.seen = int(sum(table.returns))
 
     def _over(self, pause: _Pause, now_s: float) -> float:
         age_s = max(0.0, now_s - pause.since_s)

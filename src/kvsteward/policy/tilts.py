@@ -13,13 +13,17 @@ Knows nothing of sessions or clocks. Invariant: at most `max_traits` are held; a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 Trait = tuple[str, ...]
 
 STEP = 0.1
 MAX_TILT = 3.0
 """One trait changes a hazard by a factor of at most e^3, all of them together by e^(2 x 3)."""
+MOST_TAKEN_SQUARES = 100.0
+"""Steps of what an earlier process learned begin at a tenth of the first step at least: traffic may have changed."""
+MAX_NAMES, MAX_NAME_CHARS = 8, 1024
 
 
 class Tilts:
@@ -55,6 +59,19 @@ class Tilts:
                 moved = tilts[b] + STEP * slope / math.sqrt(square)
                 tilts[b] = moved if -MAX_TILT < moved < MAX_TILT else math.copysign(MAX_TILT, moved)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Copies that JSON can hold, one for each trait."""
+        return [{"trait": list(t), "tilt": list(v), "squares": list(self._steps[t])} for t, v in self._tilts.items()]
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        """Begins with what a row of an earlier process says of a trait. Raises ValueError if it is none."""
+        trait = names_of(row.get("trait"))
+        tilts, squares = numbers_of(row.get("tilt"), self._bins), numbers_of(row.get("squares"), self._bins)
+        if max(map(abs, tilts)) > MAX_TILT or min(squares) < 1.0:
+            raise ValueError(f"a tilt is within {MAX_TILT}, its squares are 1 or more")
+        if trait and self._held(trait):
+            self._tilts[trait], self._steps[trait] = tilts, [min(MOST_TAKEN_SQUARES, one) for one in squares]
+
     def _held(self, trait: Trait) -> bool:
         if trait not in self._tilts:
             if len(self._tilts) >= self._max_traits:
@@ -66,3 +83,21 @@ class Tilts:
 
 def _tilted(hazard: float, tilt: float) -> float:
     return hazard * math.exp(max(-2 * MAX_TILT, min(2 * MAX_TILT, tilt)))
+
+
+def names_of(value: Any) -> Trait:
+    """A class or a trait from JSON. Raises ValueError."""
+    if not isinstance(value, list) or len(value) > MAX_NAMES:
+        raise ValueError(f"a name is a list of at most {MAX_NAMES} texts")
+    if not all(isinstance(one, str) and len(one) <= MAX_NAME_CHARS for one in value):
+        raise ValueError(f"a name has texts of at most {MAX_NAME_CHARS} characters")
+    return tuple(value)
+
+
+def numbers_of(value: Any, count: int) -> list[float]:
+    """`count` finite numbers from JSON. Raises ValueError."""
+    if not isinstance(value, list) or len(value) != count:
+        raise ValueError(f"{count} numbers are needed")
+    if not all(isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in value):
+        raise ValueError("numbers must be finite")
+    return [float(one) for one in value]

@@ -12,9 +12,12 @@ tenant's root; a call that returned is on disk.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from kvsteward.errors import ConfigError, NotFoundError
+from kvsteward.sessions.vectors import VectorIndex
 
 State = Literal["new", "active", "idle", "parked", "expired", "closed"]
 Source = Literal["client", "engine"]
@@ -110,9 +113,9 @@ class SessionStore(ABC):
     @abstractmethod
     def get(self, session_id: str) -> Session | None: ...
 
-    @abstractmethod
     def put(self, session: Session) -> None:
         """Replaces a session's row (state, head, times, figures). Never touches its log."""
+        self.append(session, ())
 
     @abstractmethod
     def list(self, *, tenant: str | None = None, limit: int = 100, offset: int = 0) -> Sequence[Session]:
@@ -127,7 +130,6 @@ class SessionStore(ABC):
     def find_response(self, tenant: str, response_id: str) -> Found | None:
         """The session and entry of an answer, by the id that the client was given."""
 
-    @abstractmethod
     def append(
         self,
         session: Session,
@@ -136,8 +138,27 @@ class SessionStore(ABC):
         *,
         end_draft: str | None = None,
     ) -> None:
-        """In one transaction: adds entries (those already there stay as they are), records decisions, replaces the
-        session's row, and ends the draft of the turn `end_draft`."""
+        """As `amend`, with a row that is given as a whole. Raises NotFoundError if there is no such session."""
+        if self.amend(session.id, lambda _: session, entries, decisions, end_draft=end_draft) is None:
+            raise NotFoundError(f"no session {session.id!r}")
+
+    @abstractmethod
+    def amend(
+        self,
+        session_id: str,
+        change: Callable[[Session], Session],
+        entries: Sequence[Entry] = (),
+        decisions: Sequence[Decision] = (),
+        *,
+        end_draft: str | None = None,
+    ) -> Session | None:
+        """In one transaction: replaces the session's row by what `change` makes of it as it stands, adds entries (those
+        already there stay as they are), records decisions, and ends the draft of the turn `end_draft`. Returns the new
+        row; None, with nothing written, where there is no such session.
+
+        Others may write to the same store. `change` is given what they have written; it may be called again, so it must
+        be pure. What two of them append to one parent are two branches, and the head is the later one's word.
+        """
 
     @abstractmethod
     def path(self, session_id: str, head: str | None = None) -> Sequence[Entry]:
@@ -160,6 +181,18 @@ class SessionStore(ABC):
         """Entries for a query, best first: those that hold it as it is, newest first; where there are none, those that
         hold its words. `head` keeps to the path that ends there; None: all branches."""
 
+    def on_path(self, session_id: str, head: str, hashes: Sequence[str]) -> frozenset[str]:
+        """Those of the entries that stand on the path to `head`."""
+        return frozenset(hashes) & {entry.hash for entry in self.path(session_id, head)}
+
+    def vectors(self) -> VectorIndex:
+        """Where the vectors of this store's texts are kept. Touches nothing yet; the caller closes it. Raises
+        ConfigError for a store that has no place for them, or without numpy."""
+        raise ConfigError(
+            "this session store keeps no vectors",
+            hint="Leave --embeddings out, or use a SQLite file or Valkey as --store.",
+        )
+
     @abstractmethod
     def branch(self, session: Session, source_id: str, head: str) -> None:
         """Creates `session` with a copy of the path to `head` of another session, decisions on that path included."""
@@ -170,7 +203,8 @@ class SessionStore(ABC):
 
     @abstractmethod
     def recover(self, *, now: float) -> int:
-        """After a crash: turns each draft into an entry that ends with finish "interrupted". Returns how many."""
+        """After a crash: turns each draft into an entry that ends with finish "interrupted". Returns how many. Drafts
+        of another process that still lives are left to it."""
 
     @abstractmethod
     def delete(self, session_id: str) -> bool:

@@ -7,8 +7,9 @@ before the first change, so a call that raises has changed nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from kvsteward.errors import CorruptLogError, NotFoundError, StateError
 from kvsteward.sessions import chain
@@ -17,8 +18,13 @@ from kvsteward.sessions.blobs import Place, cut, mend
 from kvsteward.sessions.integrity import Stored, faults
 from kvsteward.sessions.lifecycle import allows, step
 from kvsteward.sessions.needles import hash_prefix, needles
-from kvsteward.sessions.words import ranked, words
+from kvsteward.sessions.ranking import Ranking
+from kvsteward.sessions.vectors import VectorIndex, without_numpy
+from kvsteward.sessions.words import searched_text, words
 from kvsteward.wire.fingerprint import body_hash
+
+if TYPE_CHECKING:
+    from kvsteward.sessions.vectors_memory import MemoryVectors
 
 
 @dataclass(slots=True)
@@ -56,6 +62,7 @@ class MemoryStore(SessionStore):
         self._holders: dict[str, set[str]] = {}  # entry hash -> session ids
         self._answers: dict[tuple[str, str], set[tuple[str, str]]] = {}  # (tenant, response id) -> (session id, hash)
         self._drafts: dict[tuple[str, str], _Draft] = {}  # (session id, turn id), oldest turn first
+        self._vectors: MemoryVectors | None = None
 
     def create(self, session: Session) -> None:
         with self._lock:
@@ -67,12 +74,6 @@ class MemoryStore(SessionStore):
         with self._lock:
             log = self._logs.get(session_id)
             return None if log is None else log.session
-
-    def put(self, session: Session) -> None:
-        with self._lock:
-            log = self._log(session.id)
-            chain.check_head(session, log.depth_of)
-            log.session = session
 
     def list(self, *, tenant: str | None = None, limit: int = 100, offset: int = 0) -> Sequence[Session]:
         with self._lock:
@@ -95,21 +96,26 @@ class MemoryStore(SessionStore):
             found = [self._found(*where) for where in self._answers.get((tenant, response_id), ())]
         return min(found, key=lambda one: (-one.last_used_s, one.session_id, one.hash), default=None)
 
-    def append(
+    def amend(
         self,
-        session: Session,
-        entries: Sequence[Entry],
+        session_id: str,
+        change: Callable[[Session], Session],
+        entries: Sequence[Entry] = (),
         decisions: Sequence[Decision] = (),
         *,
         end_draft: str | None = None,
-    ) -> None:
+    ) -> Session | None:
         with self._lock:
-            log = self._log(session.id)
+            log = self._logs.get(session_id)
+            if log is None:
+                return None
+            session = change(log.session)
             chain.check_append(session, entries, decisions, log.depth_of)
             log.session = session
             self._add(log, entries, decisions)
             if end_draft is not None:
                 self._drafts.pop((session.id, end_draft), None)
+            return session
 
     def path(self, session_id: str, head: str | None = None) -> Sequence[Entry]:
         with self._lock:
@@ -141,11 +147,24 @@ class MemoryStore(SessionStore):
     def lookup(self, session_id: str, query: str, *, head: str | None = None, limit: int = 20) -> Sequence[Entry]:
         with self._lock:
             log = self._log(session_id)
-            on_path = None if head is None else {entry.hash for entry in self._walk(log, head)}
-            entries = [log.whole(entry) for entry in log.entries.values() if on_path is None or entry.hash in on_path]
+            on_path = log.entries.keys() if head is None else {entry.hash for entry in self._walk(log, head)}
+            entries = [log.whole(entry) for entry in log.entries.values()]
             exact = self.search(session_id, query, limit=len(log.entries))
-        found = [entry for entry in exact if on_path is None or entry.hash in on_path]
-        return (found or ranked(entries, words(query)))[: max(limit, 0)]
+        found = [entry for entry in exact if entry.hash in on_path]
+        if not found:
+            with Ranking(session_id) as ranking:
+                for place, entry in enumerate(entries):
+                    ranking.add(place, searched_text(entry.raw))
+                found = [entries[place] for place in ranking.best(words(query)) if entries[place].hash in on_path]
+        return found[: max(limit, 0)]
+
+    def vectors(self) -> VectorIndex:
+        try:
+            from kvsteward.sessions.vectors_memory import MemoryVectors
+        except ModuleNotFoundError as error:
+            raise without_numpy(error) from error
+        self._vectors = self._vectors or MemoryVectors(self._holds)
+        return self._vectors
 
     def branch(self, session: Session, source_id: str, head: str) -> None:
         with self._lock:
@@ -183,6 +202,8 @@ class MemoryStore(SessionStore):
                 self._forget(log.session, entry)
             for key in [key for key in self._drafts if key[0] == session_id]:
                 del self._drafts[key]
+            if self._vectors is not None:
+                self._vectors.delete(session_id)
             return True
 
     def sweep(self, *, now: float, log_retention_s: float) -> Sequence[Session]:
@@ -205,6 +226,10 @@ class MemoryStore(SessionStore):
 
     def close(self) -> None:
         """Nothing to give back."""
+
+    def _holds(self, session_id: str, hash_: str) -> bool:
+        log = self._logs.get(session_id)  # without the lock: `delete` holds it while it asks the vectors
+        return log is not None and hash_ in log.entries
 
     def _log(self, session_id: str) -> _Log:
         try:

@@ -100,7 +100,25 @@ def m005_compactions(db: sqlite3.Connection) -> None:
         db.execute(f"ALTER TABLE sessions ADD COLUMN {name} INTEGER NOT NULL DEFAULT 0")
 
 
-MIGRATIONS: tuple[Migration, ...] = (m001_sessions, m002_words, m003_blobs, m004_engines, m005_compactions)
+def m006_vectors(db: sqlite3.Connection) -> None:
+    """Where the vectors of texts are kept, if the deployment has a model for them. `part` -1: the entry has no text."""
+    db.execute(
+        """CREATE TABLE vectors (
+            id INTEGER PRIMARY KEY, session_id TEXT NOT NULL, space TEXT NOT NULL, hash TEXT NOT NULL,
+            part INTEGER NOT NULL, vector BLOB NOT NULL, UNIQUE (session_id, space, hash, part),
+            FOREIGN KEY (session_id, hash) REFERENCES entries (session_id, hash) ON DELETE CASCADE)"""
+    )
+    db.execute("CREATE INDEX vectors_by_entry ON vectors (hash, session_id)")
+
+
+MIGRATIONS: tuple[Migration, ...] = (
+    m001_sessions,
+    m002_words,
+    m003_blobs,
+    m004_engines,
+    m005_compactions,
+    m006_vectors,
+)
 
 
 def migrate(db: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> int:

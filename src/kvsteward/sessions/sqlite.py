@@ -14,7 +14,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from kvsteward.sessions.integrity import Stored, faults
 from kvsteward.sessions.lifecycle import allows, step
 from kvsteward.sessions.migrations import migrate
 from kvsteward.sessions.needles import hash_prefix, needles
+from kvsteward.sessions.vectors import VectorIndex, without_numpy
 
 BUSY_TIMEOUT_S = 5.0
 FIND_BATCH = 1000
@@ -82,12 +83,6 @@ class SqliteStore(SessionStore):
             row = db.execute(f"SELECT {rows.SESSION} FROM sessions WHERE id = ?", (session_id,)).fetchone()
             return None if row is None else rows.session_of(row)
 
-    def put(self, session: Session) -> None:
-        with self._write() as db:
-            self._session(db, session.id)
-            chain.check_head(session, lambda hash_: _depth(db, session.id, hash_))
-            self._update(db, session)
-
     def list(self, *, tenant: str | None = None, limit: int = 100, offset: int = 0) -> Sequence[Session]:
         where, values = ("", ()) if tenant is None else ("WHERE tenant = ?", (tenant,))
         sql = f"SELECT {rows.SESSION} FROM sessions {where} ORDER BY last_used_s DESC, id LIMIT ? OFFSET ?"
@@ -110,22 +105,27 @@ class SqliteStore(SessionStore):
             found = _found(db, "e.response_id = ? AND s.tenant = ?", response_id, tenant)
         return min(found, key=lambda one: (-one.last_used_s, one.session_id, one.hash), default=None)
 
-    def append(
+    def amend(
         self,
-        session: Session,
-        entries: Sequence[Entry],
+        session_id: str,
+        change: Callable[[Session], Session],
+        entries: Sequence[Entry] = (),
         decisions: Sequence[Decision] = (),
         *,
         end_draft: str | None = None,
-    ) -> None:
+    ) -> Session | None:
         with self._write() as db:
-            self._session(db, session.id)
+            row = db.execute(f"SELECT {rows.SESSION} FROM sessions WHERE id = ?", (session_id,)).fetchone()
+            if row is None:
+                return None
+            session = change(rows.session_of(row))
             chain.check_append(session, entries, decisions, lambda hash_: _depth(db, session.id, hash_))
             self._update(db, session)
             _add_entries(db, session.id, entries)
             _add_decisions(db, session.id, decisions)
             if end_draft is not None:
                 db.execute("DELETE FROM drafts WHERE session_id = ? AND turn_id = ?", (session.id, end_draft))
+            return session
 
     def path(self, session_id: str, head: str | None = None) -> Sequence[Entry]:
         with self._read() as db:
@@ -182,6 +182,23 @@ class SqliteStore(SessionStore):
                 "ORDER BY words.rank, t.id DESC LIMIT :limit"
             )
             return [_entry(db, session_id, row) for row in db.execute(sql, values)]
+
+    def on_path(self, session_id: str, head: str, hashes: Sequence[str]) -> frozenset[str]:
+        sql = (
+            f"{_WALK} SELECT hash FROM entries WHERE rowid IN (SELECT id FROM walk) "
+            "AND hash IN (SELECT value FROM json_each(:hashes))"
+        )
+        values = {"session": session_id, "head": head, "hashes": json.dumps([*hashes])}
+        with self._read() as db:
+            self._session(db, session_id)
+            return frozenset(hash_ for (hash_,) in db.execute(sql, values))
+
+    def vectors(self) -> VectorIndex:
+        try:
+            from kvsteward.sessions.vectors_sqlite import SqliteVectors
+        except ModuleNotFoundError as error:
+            raise without_numpy(error) from error
+        return SqliteVectors(Path(self._path))
 
     def branch(self, session: Session, source_id: str, head: str) -> None:
         with self._write() as db:

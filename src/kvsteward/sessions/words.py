@@ -7,11 +7,8 @@ query has at most `MAX_WORDS` words, whatever was asked.
 from __future__ import annotations
 
 import hashlib
-import math
-import re
 from collections.abc import Mapping, Sequence
 
-from kvsteward.sessions.base import Entry
 from kvsteward.sessions.chain import message_of
 from kvsteward.wire.chat import image_marks, text_of
 
@@ -52,16 +49,3 @@ def match(session_id: str, asked: Sequence[str]) -> str:
     Syntax: https://sqlite.org/fts5.html, section 3."""
     quoted = " OR ".join('"' + word.replace('"', '""') + '"' for word in asked)
     return f'session : "{session_key(session_id)}" AND text : ({quoted})'
-
-
-def ranked(entries: Sequence[Entry], asked: Sequence[str]) -> list[Entry]:
-    """The entries that hold a word, best first: rare words count more. For a store without an index."""
-    texts = [searched_text(entry.raw) for entry in entries]
-    scores = [0.0] * len(entries)
-    for word in asked:
-        whole = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
-        holding = [i for i, text in enumerate(texts) if whole.search(text)]
-        for i in holding:
-            scores[i] += math.log(1 + len(entries) / len(holding))
-    order = sorted(range(len(entries)), key=lambda i: (-scores[i], -i))
-    return [entries[i] for i in order if scores[i] > 0]

@@ -13,7 +13,7 @@ FIELD = "kvsteward"
 VERSION = 1
 MAX_TOOLS = 16
 MAX_NAME = 128
-CONTROL = frozenset({"note", "moved", "session"})
+CONTROL = frozenset({"note", "moved", "session", "scope"})
 
 
 def keeping(ttl_s: float | None, priority: str) -> dict[str, Any]:

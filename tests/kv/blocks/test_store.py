@@ -11,8 +11,10 @@ from support import BLOCK_BYTES, PATIENCE_S, block, keys, loaded, wait
 
 from kvsteward.errors import ConfigError
 from kvsteward.kv.blocks import BlockStore, HostPool, Reason
+from kvsteward.kv.blocks.copying import PIECE_BYTES, SMALL_BYTES
 from kvsteward.kv.blocks.int8 import Int8
 from kvsteward.kv.blocks.lossless import Lossless
+from kvsteward.kv.blocks.record import Record, decode
 
 KEYS = keys(20)
 BLOCKS = [block(key) for key in KEYS]
@@ -73,11 +75,38 @@ def test_checksums_are_made_where_they_are_cheap(make, monkeypatch, inline):
     """By the thread that writes, or by one of its own: the same records, in each of two tiers."""
     tiers = [MemoryTier("first"), MemoryTier("second")]
     store = make(tiers)
-    monkeypatch.setattr(store, "_inline", inline)
+    monkeypatch.setattr(store._behind, "inline", inline)
     fill(store, 5)
     assert tiers[0].records == tiers[1].records
     store.host.clear()
     assert loaded(store, KEYS[:6]) == BLOCKS[:5]
+
+
+def test_large_blocks_come_back_bit_for_bit_from_memory_of_each_kind():
+    """They are copied and summed piece by piece, another way than small ones."""
+    size = PIECE_BYTES + SMALL_BYTES + 1
+    sources = [block(n, size) for n in range(4)]
+    views = [
+        memoryview(sources[0]),
+        memoryview(bytearray(sources[1])),
+        memoryview(b"x" + sources[2])[1:],
+        memoryview(bytearray(sources[3])).toreadonly(),
+    ]
+    tier = MemoryTier()
+    store = BlockStore(HostPool(size, 5 * (size + 8192)), [tier], queue_blocks=4)
+    for name, view in zip(KEYS, views, strict=False):
+        assert store.put(name, view)
+    assert store.flush(PATIENCE_S)
+    out = bytearray(size)
+    for name, source in zip(KEYS, sources, strict=False):
+        record = decode(memoryview(tier.records[name]), name, now_s=0.0)
+        assert isinstance(record, Record) and record.payload == source
+        assert store.get_into(name, memoryview(out))
+        assert out == source
+    store.host.clear()
+    assert loaded(store, KEYS[:4]) == sources
+    store.close(drain_s=0.0)
+    store.check()
 
 
 @pytest.mark.parametrize("codec", [None, Lossless(2), Lossless(2, "zstd")], ids=["raw", "deflate", "zstd"])
@@ -175,6 +204,25 @@ def test_a_full_queue_drops_and_counts_and_the_block_stays_here(make):
     tier.gate.set()
     assert store.flush(PATIENCE_S)
     assert set(tier.records) == set(KEYS[:2])
+
+
+def test_the_end_of_a_session_overtakes_no_block_and_none_overtakes_it(make):
+    """Also where several threads write to a tier: all that was put before is gone, all that came after is there."""
+    tier = MemoryTier()
+    tier.writers = 3
+    store = make([tier], slots=20, batch_blocks=2)
+    tier.gate.clear()
+    for n in range(8):
+        assert store.put(KEYS[n], memoryview(BLOCKS[n]), "s")
+    for _ in range(3):
+        assert tier.waiting.acquire(timeout=PATIENCE_S)  # three writes are under way at once
+    store.forget_session("s")
+    for n in range(8, 12):
+        assert store.put(KEYS[n], memoryview(BLOCKS[n]), "s")
+    tier.gate.set()
+    assert store.flush(PATIENCE_S)
+    assert set(tier.records) == set(KEYS[8:12])
+    assert tier.sessions == {"s": set(KEYS[8:12])}
 
 
 def test_a_pool_whose_blocks_all_wait_to_be_written_drops_puts(make):

@@ -108,17 +108,22 @@ class Record:
 
 
 def encode_header(
-    key: bytes, payload: memoryview | bytes, *, codec: int, raw_bytes: int, expires_s: float = 0.0
+    key: bytes,
+    payload: memoryview | bytes,
+    *,
+    codec: int,
+    raw_bytes: int,
+    expires_s: float = 0.0,
+    payload_crc: int | None = None,
 ) -> bytes:
-    """The 128 bytes that go before `payload`. `expires_s` is Unix time, 0 for never. Raises ValueError on a long
-    key."""
+    """The 128 bytes that go before `payload`. `expires_s` is Unix time, 0 for never; `payload_crc` where it is known.
+    Raises ValueError on a long key."""
     if not DIGEST_BYTES < len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key of {len(key)} bytes")
     stored_bytes = memoryview(payload).nbytes
     expires = max(0, int(expires_s))
-    start = _FIELDS.pack(
-        MAGIC, VERSION, codec, len(key), raw_bytes, stored_bytes, expires, digest_of(key), key, crc()(payload, 0)
-    )
+    summed = crc()(payload, 0) if payload_crc is None else payload_crc
+    start = _FIELDS.pack(MAGIC, VERSION, codec, len(key), raw_bytes, stored_bytes, expires, digest_of(key), key, summed)
     return start + _CRC.pack(zlib.crc32(start))
 
 

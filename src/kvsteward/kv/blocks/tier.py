@@ -95,6 +95,8 @@ class Meter:
 
 class Tier(ABC):
     name: str
+    writers: int = 1
+    """Threads that may write at once: more where the other side takes several."""
 
     @abstractmethod
     def holds(self, keys: Sequence[bytes]) -> list[bool] | Miss:

@@ -63,6 +63,9 @@ class ValkeyTier(Tier):
     socket, `connect_timeout_s` a connection. `failures`, `backoff_s`, `max_backoff_s`: see `breaker`.
     """
 
+    writers = 2
+    """One makes checksums while the other sends."""
+
     def __init__(
         self,
         url: str,

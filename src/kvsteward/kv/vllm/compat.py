@@ -158,9 +158,12 @@ def same_weights(request: Any) -> bool:
 def tenant_session(request: Any) -> str:
     """The session's name in the store: the same id under another `cache_salt` is another session. "" for none."""
     session = str(request.session_id or "")
-    if not session or not request.cache_salt:
-        return session
-    return f"{hashlib.sha256(request.cache_salt.encode()).hexdigest()[:16]}:{session}"
+    return f"{scope_of(request.cache_salt)}:{session}" if session and request.cache_salt else session
+
+
+def scope_of(cache_salt: str) -> str:
+    """What a salt is called in names; it does not tell the salt."""
+    return hashlib.sha256(cache_salt.encode()).hexdigest()[:16]
 
 
 def check_tiers(config: Any, cache: Any) -> None:

@@ -25,9 +25,10 @@ from kvsteward.errors import ProtocolError
 from kvsteward.kv.vllm import compat, options, stats, tiers
 from kvsteward.kv.vllm.copies import Place, Shape
 from kvsteward.kv.vllm.hints import Told, parse
+from kvsteward.kv.vllm.learned import Learned
 from kvsteward.kv.vllm.loads import Moves
 from kvsteward.kv.vllm.snapshot import snapshot
-from kvsteward.kv.vllm.steward import Steward
+from kvsteward.kv.vllm.steward import MAX_OWNERS, Steward
 from kvsteward.kv.vllm.worker import Report, Worker
 
 FIGURES_EVERY_S = 5.0
@@ -74,6 +75,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._figures_at = -FIGURES_EVERY_S
         self._pool: Any = None
         self._steward: Steward | None = None
+        self._learned = Learned(self._options.learned_path, time.monotonic())
         self._told: dict[str, Told] = {}
         self._matched = ("", 0)
         """The request that is being scheduled, and how many of its tokens the pool has."""
@@ -108,7 +110,13 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             log.warning("kvsteward: prefix caching is off, there is nothing to keep")
             return
         blocks = compat.free_blocks(gpu_block_pool)
-        steward = Steward(blocks, time.monotonic, block_tokens=self._block_tokens, reorder_s=self._options.reorder_s)
+        steward = Steward(
+            blocks,
+            time.monotonic,
+            block_tokens=self._block_tokens,
+            reorder_s=self._options.reorder_s,
+            returns=self._learned.returns(MAX_OWNERS),
+        )
         steward.free.on_fault(self._give_up)
         compat.replace(gpu_block_pool, steward.free)
         self._steward = steward
@@ -136,7 +144,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         told = self._told.get(request.request_id, Told())
         with self._guard_tiers() as below:
             if below is not None and told.note and told.over:
-                session = compat.tenant_session(request) or told.session
+                session = compat.tenant_session(request) or told.stored
                 if session:
                     below.loads.forget(session)
             elif below is not None and not told.note and compat.same_weights(request):
@@ -225,6 +233,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
             now = time.monotonic()
             if steward is not None and now - self._news_at >= stats.EVERY_S:
                 self._news_at = now
+                self._learned.save(steward.returns, now)
                 return stats.SessionStats(snapshot(steward.figures(), self._heard, self._waits()))
         return None
 
@@ -283,6 +292,8 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
     # both
 
     def shutdown(self) -> None:
+        with self._guard() as steward:
+            self._learned.close(steward.returns if steward is not None else None)
         if self._tiers is not None:
             self._tiers.close()
             self._tiers = None

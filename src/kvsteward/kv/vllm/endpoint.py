@@ -4,6 +4,8 @@
     POST /kvsteward/sessions/{id}/release     its blocks go first; with {"moved": true} its stored ones stay
     POST /kvsteward/sessions/{id}/note        {"stop", "tools", "ttl_s", "class"}: what it waits for
 
+Both take the `cache_salt` of the session's requests, if they have one.
+
 The connector is in another process. Words go to it as requests that are over before they run (vLLM's own way to tell
 a connector of a rejected request), figures come back with vLLM's statistics; so vLLM must not run with
 `--disable-log-stats`. Where vLLM asks for an API key, these endpoints do.
@@ -31,7 +33,7 @@ from kvsteward.kv.vllm.stats import SessionMetrics
 FRESH_S = 1.0
 WAIT_S = 1.0
 MAX_BODY_BYTES = 64 * 1024
-_OWN = {"version", "note", "session", "final", "moved"}
+_OWN = {"version", "note", "session", "scope", "final", "moved"}
 
 
 class SessionEndpoints:
@@ -80,9 +82,12 @@ class SessionEndpoints:
         session = request.path_params["session"]
         try:
             said = await _body(request)
+            salt = said.pop("cache_salt", "")
+            if not isinstance(salt, str):
+                raise ProtocolError("cache_salt must be a text")
             if not hint and _OWN & said.keys():
                 raise ProtocolError(f"a note must not have {', '.join(sorted(_OWN & said.keys()))}")
-            hint = {**said, **hint, "session": session}
+            hint = {**said, **hint, "session": session, **({"scope": compat.scope_of(salt)} if salt else {})}
             parse({FIELD: {"version": VERSION, "note": True, **hint}})
         except ProtocolError as error:
             return _error(400, error.message)

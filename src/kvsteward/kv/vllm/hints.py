@@ -11,6 +11,7 @@
         "moved": true,                                  with `final`: it goes on in another engine, so what a shared
                                                         store has of it stays
         "session": "s-1"                                of the endpoint plug-in's own notes, which have no session id
+        "scope": "0123456789abcdef"                     with `session`: the name of its requests' `cache_salt`
     }}
 
 All but `version` may be left out. The session itself comes from vLLM (`X-Session-ID` or `session_id`). Which tools a
@@ -34,7 +35,7 @@ from kvsteward.wire.hints import FIELD, MAX_NAME, MAX_TOOLS, VERSION
 __all__ = ["FIELD", "VERSION", "Told", "parse"]
 
 MAX_SESSION = 1024
-_FIELDS = {"version", "class", "ttl_s", "final", "stop", "tools", "note", "moved", "session"}
+_FIELDS = {"version", "class", "ttl_s", "final", "stop", "tools", "note", "moved", "session", "scope"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,12 @@ class Told:
     note: bool = False
     moved: bool = False
     session: str = ""
+    scope: str = ""
+
+    @property
+    def stored(self) -> str:
+        """The session's name in the store."""
+        return f"{self.scope}:{self.session}" if self.scope and self.session else self.session
 
     @property
     def over(self) -> bool:
@@ -72,6 +79,7 @@ def parse(kv_transfer_params: object) -> Told:
         _flag(body, "note"),
         _flag(body, "moved"),
         _name(body.get("session", ""), "session", MAX_SESSION),
+        _name(body.get("scope", ""), "scope"),
     )
 
 

@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvsteward.kv.blocks import BlockStore, Ticket, key
+from kvsteward.kv.blocks import BlockStore, Filling, Ticket, key
 from kvsteward.kv.blocks.cost import LoadOrRecompute
-from kvsteward.kv.blocks.store import Filling
 
 MAX_KNOWN = 1 << 16
 LOWER = "lower"

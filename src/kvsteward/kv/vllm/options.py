@@ -14,7 +14,7 @@ from kvsteward.errors import ConfigError
 
 GIB = 1 << 30
 _NUMBERS = ("reorder_s", "host_gib", "host_bytes", "disk_gib", "valkey_ttl_s", "stage_within_s")
-_TEXTS = ("allow_version", "figures_path", "disk_path", "valkey_url", "codec", "salt")
+_TEXTS = ("allow_version", "figures_path", "learned_path", "disk_path", "valkey_url", "codec", "salt")
 _FLAGS = ("check", "valkey_cluster")
 CODECS = ("raw", "lossless", "int8")
 
@@ -26,6 +26,7 @@ class Options:
     reorder_s: float = 0.25
     allow_version: str | None = None
     figures_path: Path | None = None
+    learned_path: Path | None = None
     check: bool = False
     host_bytes: int = 0
     disk_path: Path | None = None
@@ -52,11 +53,12 @@ def parse(extra: Mapping[str, object]) -> Options:
         )
     if extra.get("host_gib") is not None and extra.get("host_bytes") is not None:
         raise ConfigError("host_gib and host_bytes say the same thing; give one of them")
-    figures, disk = _text(extra, "figures_path"), _text(extra, "disk_path")
+    figures, disk, learned = (_text(extra, name) for name in ("figures_path", "disk_path", "learned_path"))
     options = Options(
         reorder_s=_number(extra, "reorder_s", 0.25),
         allow_version=_text(extra, "allow_version"),
         figures_path=Path(figures) if figures else None,
+        learned_path=Path(learned) if learned else None,
         check=_flag(extra, "check"),
         host_bytes=int(_number(extra, "host_bytes", 0.0) or GIB * _number(extra, "host_gib", 0.0)),
         disk_path=Path(disk) if disk else None,

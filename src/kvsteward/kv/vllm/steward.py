@@ -25,6 +25,7 @@ from kvsteward.policy.returns import UNKNOWN_SIZE, Returns, Size
 SHARED = "shared:"
 ALONE = "request:"
 LOOSE = "freed:"
+MAX_OWNERS = 8192
 MAX_RANKED = 2048
 """Runs that one ranking looks at, the oldest ones; the others go after them."""
 
@@ -74,7 +75,8 @@ class Steward:
         *,
         block_tokens: int,
         reorder_s: float = 0.25,
-        max_owners: int = 8192,
+        max_owners: int = MAX_OWNERS,
+        returns: Returns | None = None,
     ) -> None:
         self.free = FreeList(blocks, on_use=self._used)  # type: ignore[arg-type]  # vLLM's blocks, seen as Block
         self.free.ranked_by(self._rank)
@@ -82,7 +84,7 @@ class Steward:
         self.released = 0
         self.kept = 0
         self._clock, self._block_tokens, self._reorder_s = clock, block_tokens, reorder_s
-        self._returns = Returns(max_sessions=max_owners)
+        self.returns = returns or Returns(max_sessions=max_owners)
         self._guard = Guard(len(blocks))
         self._owners: OrderedDict[str, _Owner] = OrderedDict()
         self._max_owners = max_owners
@@ -101,7 +103,7 @@ class Steward:
             owner.hint = NO_HINT
             self.free.release(name, over=False)
             self._over = [other for other in self._over if other != name]
-        self._returns.started(name, self._clock())
+        self.returns.started(name, self._clock())
 
     def follows(self, number: int) -> bool:
         """Does the guard follow the block of that number (of its content)?"""
@@ -127,7 +129,7 @@ class Steward:
         owner.hint, owner.since_s = told.hint, now
         owner.turns += 1
         self._turns += 1
-        self._returns.paused(name, now, told.stop or (stop if session else "alone"), told.tools, size)
+        self.returns.paused(name, now, told.stop or (stop if session else "alone"), told.tools, size)
         self.free.own(block_ids, name, lambda owner_name: SHARED + owner_name)
         self._count(told)
         if told.hint.final:
@@ -139,7 +141,7 @@ class Steward:
         owner = self._owner(session)
         owner.hint, owner.since_s = told.hint, self._clock()
         if (told.stop or told.tools) and not owner.queued:
-            self._returns.paused(session, self._clock(), told.stop or "tool_calls", told.tools)
+            self.returns.paused(session, self._clock(), told.stop or "tool_calls", told.tools)
         self._count(told)
         if told.hint.final and not owner.queued:
             self.free.release(session)
@@ -192,14 +194,14 @@ class Steward:
 
     def _used(self, run: Run) -> None:
         if run.owner.startswith((SHARED, ALONE, LOOSE)):
-            self._returns.started(run.owner, self._clock())
+            self.returns.started(run.owner, self._clock())
 
     def _rank(self, runs: Mapping[int, Run]) -> list[int]:
         now = self._clock()
         states = [self._state(run, now) for run in islice(runs.values(), MAX_RANKED)]
         for number in [n for n in self._born if n not in runs]:
             del self._born[number]
-        rates = EVEN if self._guard.lru else self._returns
+        rates = EVEN if self._guard.lru else self.returns
         self._rank_s = RANK_S_PER_RUN * len(states)
         return [int(give.name) for give in order(states, rates, now)]
 
@@ -209,7 +211,7 @@ class Steward:
         if run.number not in self._born:
             self._born[run.number] = (now, owner.turns if owner else 0)
             if owner is None:
-                self._returns.paused(name, now, "shared" if name.startswith(SHARED) else "alone")
+                self.returns.paused(name, now, "shared" if name.startswith(SHARED) else "alone")
         since, turns = self._born[run.number]
         if owner is None:
             return State(str(run.number), name, len(run.blocks), since)
