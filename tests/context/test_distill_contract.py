@@ -167,15 +167,17 @@ HUGE: dict[str, Callable[[int], str]] = {
 
 @pytest.mark.parametrize("name", HUGE)
 def test_time_does_not_grow_faster_than_the_text(name: str) -> None:
-    """Four times the text may take at most about four times as long; a bound that is loose for a busy machine."""
+    """Four times the text may take at most about four times as long: the best of a few, since even processor time
+    grows on a busy machine."""
     small, large = HUGE[name](1_000_000), HUGE[name](4_000_000)
+    tries = ((spent_s(small), spent_s(large)) for _ in range(4))
+    assert any(long_s < 6 * short_s + 0.5 and short_s + long_s < 8 for short_s, long_s in tries)
+
+
+def spent_s(text: str) -> float:
     began = time.process_time()
-    distil(small, 300, HINTS, pieces_fast)
-    middle = time.process_time()
-    distil(large, 300, HINTS, pieces_fast)
-    end = time.process_time()
-    assert end - middle < 6 * (middle - began) + 0.5
-    assert end - began < 8
+    distil(text, 300, HINTS, pieces_fast)
+    return time.process_time() - began
 
 
 def pieces_fast(text: str) -> int:

@@ -67,37 +67,39 @@ class Proxy:
 
     async def _serve(self, up: threading.Event) -> None:
         self._over = asyncio.Event()
-        server = await asyncio.start_server(self._call, "127.0.0.1", self.port, ssl=self._tls, limit=PIECE_BYTES)
+        server = await asyncio.start_server(self._called, "127.0.0.1", self.port, ssl=self._tls, limit=PIECE_BYTES)
         self.port = server.sockets[0].getsockname()[1]
         up.set()
         await self._over.wait()
         server.close()
-        for call in self._calls:
+        calls = tuple(self._calls)
+        for call in calls:
             call.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.sleep(0)  # their lines are closed now
+
+    def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A task that is cancelled before it has begun does nothing, so what closes the line is not in it."""
+        call = self._loop.create_task(self._call(reader, writer))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        call.add_done_callback(lambda _: writer.transport.abort())
 
     async def _call(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        call = asyncio.current_task()
-        assert call
-        self._calls.add(call)
-        try:
-            with contextlib.suppress(OSError, asyncio.CancelledError):
-                if isinstance(self.upstream, Path):
-                    theirs, to_them = await asyncio.open_unix_connection(self.upstream, limit=PIECE_BYTES)
-                else:
-                    theirs, to_them = await asyncio.open_connection("127.0.0.1", self.upstream, limit=PIECE_BYTES)
-                ways = [self._hand_on(reader, to_them, "asks"), self._hand_on(theirs, writer, "answers")]
-                tasks = [asyncio.ensure_future(way) for way in ways]
-                try:
-                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for task in tasks:
-                        task.cancel()
-                    await asyncio.gather(*tasks, return_exceptions=True)
-                    to_them.transport.abort()
-        finally:
-            writer.transport.abort()
-            self._calls.discard(call)
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            if isinstance(self.upstream, Path):
+                theirs, to_them = await asyncio.open_unix_connection(self.upstream, limit=PIECE_BYTES)
+            else:
+                theirs, to_them = await asyncio.open_connection("127.0.0.1", self.upstream, limit=PIECE_BYTES)
+            ways = [self._hand_on(reader, to_them, "asks"), self._hand_on(theirs, writer, "answers")]
+            tasks = [asyncio.ensure_future(way) for way in ways]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                to_them.transport.abort()
 
     async def _hand_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str) -> None:
         """Until one side closes or the trap of this way springs."""

@@ -8,7 +8,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsteward.policy.returns import BINS, EDGES_S, Returns, Size, Table, bin_of, gittins, spent_s
@@ -159,6 +159,7 @@ def asked(returns: Returns, tool: str) -> list[float]:
     return [returns.rate("new", 1.0 + age_s) for age_s in EDGES_S]
 
 
+@settings(max_examples=25)
 @given(st.dictionaries(st.sampled_from(["cat", "pytest", "ask"]), st.lists(st.floats(0.01, 1e4), max_size=30)))
 def test_what_was_learned_can_be_handed_on(pauses):
     """The next process answers for an unknown session as this one does."""

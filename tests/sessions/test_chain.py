@@ -68,6 +68,6 @@ def test_open_store(tmp_path, monkeypatch) -> None:
         assert isinstance(store, SqliteStore)
         store.close()
         assert (tmp_path / path).stat().st_mode & 0o077 == 0
-    for url in ("valkey://host", "redis:x", "sqlite:x", "sqlite://", "sqlite:///", "memory:x", ""):
+    for url in ("valkey:host", "redis:x", "sqlite:x", "sqlite://", "sqlite:///", "memory:x", ""):
         with pytest.raises(ConfigError, match=r"memory:, sqlite:///"):
             open_store(url)
