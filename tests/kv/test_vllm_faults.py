@@ -82,6 +82,7 @@ def tier(figures: Any, name: str) -> Any:
     return next(one for one in figures["tiers"]["store"]["tiers"] if one["name"] == name)
 
 
+@pytest.mark.soak
 def test_the_smallest_pool_with_every_session_protected_and_a_full_disk(world, c):
     """Three at a time want more than there is; all sessions' blocks are protected, and give way."""
     sessions = ["p", "q", "u", "v"]
@@ -102,6 +103,7 @@ def test_the_smallest_pool_with_every_session_protected_and_a_full_disk(world, c
     assert figures["tiers"]["store"]["staged"]["valkey"] > 0
 
 
+@pytest.mark.soak
 def test_a_valkey_that_is_200_ms_away_costs_time_and_nothing_else(world, c):
     """Loading may be worth it or not; what is stored arrives."""
     alone = world.b.alone("l", WORDS)
@@ -116,6 +118,7 @@ def test_a_valkey_that_is_200_ms_away_costs_time_and_nothing_else(world, c):
     assert tier(check_waits(c), "valkey")["written_blocks"] > stored
 
 
+@pytest.mark.soak
 def test_a_valkey_that_hangs_is_left_alone(world, c):
     c.goes_on("h", WORDS)
     push_out(c, "i")
@@ -127,6 +130,7 @@ def test_a_valkey_that_hangs_is_left_alone(world, c):
     check_waits(c)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("while_", ["loading", "storing"])
 def test_valkey_is_killed_in_the_middle(world, c, while_):
     """Exactly after the first of several blocks has passed; after it is back, blocks are stored again."""
@@ -222,6 +226,7 @@ def test_a_session_is_moved_and_drained_to_the_other_replica(world, serve):
     assert talk.logged() == [message["content"] for message in talk.history]
 
 
+@pytest.mark.soak
 def test_a_replica_is_killed_and_its_sessions_go_on_elsewhere(world, c, serve):
     """In the middle of a turn; all that was said is in the log, and the other one begins with the stored blocks."""
     b = world.b
