@@ -90,7 +90,8 @@ def test_an_answer_as_lines_and_tables():
 TEXT = st.one_of(
     st.text(max_size=12),
     st.sampled_from(
-        ["1", "-", "-2", "1e5", "01", "null", "a|b", "a: b", "[1]", '"', " x", "x ", "\u2028", "", "x[2] a:"]
+        ["1", "-", "-2", "1e5", "01", "null", "NaN", "Infinity", "-Infinity", "a|b", "a: b", "[1]", '"']
+        + [" x", "x ", "\u2028", "", "x[2] a:"]
     ),
 )
 SCALAR = st.one_of(st.none(), st.booleans(), st.integers(-(2**53), 2**53), TEXT)
@@ -140,6 +141,12 @@ def test_what_would_be_written_otherwise_stays(text):
 def test_numbers_in_strings_are_text():
     assert laid_out('{"id": "12345678901234567890123", "price": "1.50", "n": 9007199254740993, "f": 0.1}') == (
         'id: "12345678901234567890123"\nprice: "1.50"\nn: 9007199254740993\nf: 0.1'
+    )
+
+
+def test_what_a_reader_of_json_knows_beyond_json_is_quoted_in_strings():
+    assert laid_out('{"a": "NaN", "b": "-Infinity", "c": "Infinity", "d": "nan", "e": "NaNo"}') == (
+        'a: "NaN"\nb: "-Infinity"\nc: "Infinity"\nd: nan\ne: NaNo'
     )
 
 

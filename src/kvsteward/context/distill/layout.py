@@ -27,7 +27,7 @@ _MAX_COLUMNS = 40
 _PLAIN_KEY = re.compile(r"[^\s:|\"\[\]{}](?:[^:|\"\[\]{}\n\r]*[^\s:|\"\[\]{}])?")
 _NO_CELL = re.compile(
     r"[|\n\r\x00-\x08\x0b-\x1f\x85\u2028\u2029]|^[\s\"\[{]|\s$"
-    r"|^(?:true|false|null|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)$"
+    r"|^(?:true|false|null|NaN|-?Infinity|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)$"  # many readers of JSON know NaN too
 )
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
