@@ -35,7 +35,7 @@ from kvsteward.errors import (
     StoreUnavailableError,
 )
 from kvsteward.sessions import chain, words
-from kvsteward.sessions.base import Decision, Entry, Fault, Found, Session, SessionStore
+from kvsteward.sessions.base import Decision, Entry, Fault, Found, Session, SessionStore, page_of
 from kvsteward.sessions.blobs import cut, mend
 from kvsteward.sessions.lifecycle import allows, step
 from kvsteward.sessions.needles import hash_prefix, needles
@@ -177,6 +177,12 @@ class ValkeyStore(SessionStore):
         keys, session = Keys(session_id), self._reader.session(session_id)
         metas = self._reader.walk(keys, session, session.head if head is None else head)
         return list(self._reader.entries(keys, session, metas))
+
+    def entries(self, session_id: str, *, offset: int = 0, limit: int = 100) -> Sequence[Entry]:
+        keys, session = Keys(session_id), self._reader.session(session_id)
+        first = max(offset, 0)
+        names = self._link.ask("LRANGE", keys[rows.ORDER], first, first + limit - 1) if limit > 0 else ()
+        return page_of(self._reader.entries(keys, session, self._reader.metas(keys, names)))
 
     def decisions(self, session_id: str) -> Sequence[Decision]:
         keys = Keys(session_id)
