@@ -97,8 +97,8 @@ class _Written:
 
 
 def stages(room: float) -> tuple[tuple[float, float], ...]:
-    """What becomes of a block in `room` from one rewriting to the next, if nothing interferes: after each compaction its
-    length, and how much of it was written then. Without the Plan; all in tokens."""
+    """What becomes of a block in `room` from one rewriting to the next, if nothing interferes: after each compaction
+    its length, and how much of it was written then. Without the Plan; all in tokens."""
     length = room * _ANEW_SHARE if room * _SECTION_SHARES[0] >= _MIN_SECTION_TOKENS else room
     found = [(length, length)]
     least, longest = (max(_MIN_SECTION_TOKENS, room * share) for share in _SECTION_SHARES)
