@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvsteward.context.block import Leaving, condense
 from kvsteward.context.layout import Epoch, Item, View, derive
+from kvsteward.context.lines import extract
 from kvsteward.context.marks import Policy
 from kvsteward.context.pipeline import Summarise, decode_epoch, encode_epoch
 from kvsteward.context.tokens import Estimator
@@ -163,3 +164,48 @@ def test_random_sessions_are_appended_to_or_written_anew(session, turns, budget)
             assert prepared.epoch.sections in {0, 1 + (last.epoch.sections if last else -1)}
             last = prepared.view
         chat.answer(said(answer))
+
+
+def item(number: int, text: str) -> Item:
+    return Item(f"{number:032x}", number, said(text), 50, 50)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("- [ ] read the ledger\n- [ ] write the report", ""),
+        ("My to-do list:\n- [x] read the ledger\n\n1. [ ] write the report\nThe ledger has a gap.", "The ledger has a gap."),
+        ("This is what is left before the release:\n\n- [ ] write the report", ""),
+        ("The ledger is read now.\n- [x] read the ledger\n- [ ] write the report", "The ledger is read now."),
+        ("Here is the plan:\n1. Read the ledger.\n   All of it.\n2. Write it up.\nI begin with March.", "I begin with March."),
+        ("There are three rivers:\n1. The Rhine is long.\n2. The Elbe is wide.", "There are three rivers:"),
+        ("* [a link](https://x.example) to the ledger", "* [a link](https://x.example) to the ledger"),
+    ],
+)  # fmt: skip
+def test_a_checklist_says_nothing_in_the_extractive_summary(text, line):
+    made = extract("", [item(1, text)], 400, Estimator())
+    assert made == (f"- {line}" if line else "")
+
+
+def test_a_checklist_line_of_an_earlier_summary_is_not_carried_on():
+    earlier = "- - [ ] read the ledger\n- The ledger has a gap.\n- [x] write the report"
+    made = extract(earlier, [item(1, "March is done as well.")], 400, Estimator())
+    assert made == "- The ledger has a gap.\n- March is done as well."
+
+
+def test_of_checklists_the_newest_alone_is_in_view_and_not_as_a_summary(session):
+    chat = session(4096, EXTRACTIVE)
+    chat.say(SYSTEM)
+    shown, newest = [], ""
+    for number in range(60):
+        prepared = chat.say(user(f"What about branch {number}? " + "It is one of many. " * 12))
+        if prepared.epoch:
+            shown.append((prepared.view, newest))
+        months = (f"- [{'x' if month < number % 12 else ' '}] close the books of month {month}" for month in range(12))
+        newest = "\n".join(months)
+        chat.answer(said(f"{newest}\nBranch {number} has {number * 137} entries."))
+    assert len(shown) > 3
+    for view, newest in shown:
+        assert "entries." in view.epoch.summary
+        assert "close the books" not in view.epoch.summary
+        assert newest in "\n".join(str(message["content"]) for message in view.render())
