@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvsteward.context import block, summary
 from kvsteward.context.block import Leaving, condense
-from kvsteward.context.layout import Epoch, Item, View, derive
+from kvsteward.context.layout import Epoch, Item, Verdict, View, derive
 from kvsteward.context.lines import extract
 from kvsteward.context.marks import Policy
-from kvsteward.context.pipeline import Summarise, decode_epoch, encode_epoch
+from kvsteward.context.pipeline import Arrival, Summarise, decode_epoch, encode_epoch, prepare
+from kvsteward.context.summary import Sources
 from kvsteward.context.tokens import Estimator
 
 SYSTEM = {"role": "system", "content": "You are a careful clerk. Never guess an id."}
@@ -209,3 +212,51 @@ def test_of_checklists_the_newest_alone_is_in_view_and_not_as_a_summary(session)
         assert "entries." in view.epoch.summary
         assert "close the books" not in view.epoch.summary
         assert newest in "\n".join(str(message["content"]) for message in view.render())
+
+
+class Counting(Sources):
+    """Counts how often the texts of a view are read, and how often each line is looked up in them."""
+
+    read = 0
+    lines: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        Counting.read += 1
+
+    def has_all_of(self, line: str) -> bool:
+        Counting.lines[line] += 1
+        return super().has_all_of(line)
+
+
+@pytest.mark.parametrize(("passes", "forms"), [(1, 2), (2, 3)], ids=["one pass", "a second, stricter pass"])
+def test_a_draft_is_held_against_its_sources_once(session, monkeypatch, passes, forms):
+    """Each pass tries a block that is written anew, and the first, which has the room for it, a section."""
+    tried: list[Verdict] = []
+    verify = block.verify
+    monkeypatch.setattr(block, "verify", lambda *given, **named: tried.append(verify(*given, **named)) or tried[-1])
+    monkeypatch.setattr(summary, "Sources", Counting)
+    chat = session(4096, summary=json.dumps({"facts": ["The parcels go to Oslo.", "Order W0000001 is on its way."]}))
+    worked(chat, 1)
+    while chat.draft is None:
+        chat.say(user("What about the others? " * 12))
+        chat.answer(said("They are on their way. " * 6))
+    marks = chat.policy.marks(4096, None)
+    arrival = Arrival("f" * 32, chat.depth + 1, user("And now?"))
+    questions = prepare(
+        *(chat.view, [arrival]), tools=None, known_for="model", marks=marks, policy=chat.policy, estimator=Estimator(),
+        draft=chat.draft, force=True,
+    )  # fmt: skip
+    tried.clear()
+    Counting.read, Counting.lines = 0, Counter()
+    counts = iter([marks.high + 1, *[marks.high + 1] * (passes - 1), marks.low])
+    reply: Any = None
+    with pytest.raises(StopIteration) as stop:
+        while True:
+            questions.send(reply)
+            reply = next(counts)
+    assert stop.value.value.epoch.judged.lines == 2
+    assert len(tried) == forms
+    assert Counting.read == 1
+    assert set(Counting.lines.values()) == {1}
+    assert Counting.lines["Order W0000001 is on its way."] == 1
