@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -539,47 +538,6 @@ def test_a_server_that_does_not_answer_is_a_timeout_and_nothing_is_half(own_serv
         store.append(replace(session, head=more[1].hash), more)
         assert store.path("s1") == [*entries, *more]
         assert store.verify() == []
-
-
-WRITER = """
-import json, sys
-from dataclasses import replace
-from kvsteward.sessions import Entry, Session, open_store
-from kvsteward.wire import fingerprint
-
-store = open_store(sys.argv[1])
-head, depth = fingerprint.root(), 0
-session = Session("s1", "", "active", head, 1.0, 1.0, 60.0)
-store.create(session)
-while True:
-    message = {"role": "user", "content": f"{depth} " + "x" * (depth * 97 % 3000)}
-    store.draft(session.id, "t", head, json.dumps(message).encode(), now=1.0)
-    depth += 1
-    parent, head = head, fingerprint.link(head, message)
-    entry = Entry(head, parent, depth, "client", json.dumps(message).encode(), 1.0)
-    store.append(replace(session, head=head), [entry], end_draft="t")
-    print(head, flush=True)
-"""
-
-
-def test_what_was_acknowledged_outlives_kill_9_of_a_gateway(server, two):
-    command = [sys.executable, "-c", WRITER, server.url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
-        assert child.stdout is not None
-        printed = [child.stdout.readline().strip()]
-        time.sleep(0.2)
-        child.send_signal(signal.SIGKILL)
-        printed += [line.strip() for line in child.stdout if line.endswith("\n")]
-    assert printed[0]
-    kept = {entry.hash for entry in two.path("s1")}
-    assert set(printed) <= kept
-    assert len(kept) <= len(printed) + 1
-    assert two.recover(now=9.0) == 0, "its lease still runs"
-    for key in server.client.keys("kvs:1:lease:*"):
-        server.client.delete(key)
-    assert two.recover(now=9.0) in (0, 1)
-    assert two.get("s1").state == "idle"
-    assert two.verify() == []
 
 
 def test_a_full_server_takes_nothing_half_and_still_wipes(one, server, make):
