@@ -227,6 +227,11 @@ def _packing(layer: Any) -> str:
     return f"{name}/{getattr(layer, 'isa', '')}"
 
 
+def data_parallel_rank(config: Any) -> int:
+    """The engine's among its data-parallel ones; for dense models, too, whose rank vLLM sets to 0."""
+    return int(config.parallel_config.data_parallel_index)
+
+
 def rank() -> tuple[int, int]:
     """This worker's, as vLLM names it in the handshake: (pp, tp)."""
     return get_pp_group().rank_in_group, get_tp_group().rank_in_group
