@@ -322,7 +322,7 @@ class Loads:
             self._tried_s = turn.asked_s
         within_s = min(self._within_s, decision.recompute_s) if fetch else 0.0
         turn.ticket = self._store.stage(keys, within_s, turn.session, lower=fetch)
-        if turn.ttl_s != 0:
+        if self._lower and turn.ttl_s != 0:
             chain = list(self._keys(turn))
             self._later(lambda: self._store.use(chain, turn.session))
         turn.staged = True
