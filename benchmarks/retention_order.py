@@ -137,6 +137,7 @@ def play(played: Sequence[Turn], kind: str, blocks: int, options: argparse.Names
     """(cached tokens of all turns, seconds) on an engine of its own."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"  # vLLM does so itself where there is a connector
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
