@@ -47,6 +47,7 @@ STOPS = {"tool_use": "tool_calls", "end_turn": "stop"}
 FIRST_ID, LAST_ID = 1000, 40000
 GROWTH_TOKENS = 60
 TICK_S = 1e-6
+PROGRESS_TURNS = 250
 
 
 class Turn(NamedTuple):
@@ -177,6 +178,8 @@ def _played(engine: Any, played: Sequence[Turn], kind: str, clock: SimpleNamespa
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     cached += (output.num_cached_tokens or 0) if output.finished else 0
+            if number % PROGRESS_TURNS == PROGRESS_TURNS - 1:
+                print(f"  {kind}: {number + 1} turns, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     finally:
         engine.engine_core.shutdown()
         del engine
