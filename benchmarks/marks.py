@@ -2,10 +2,11 @@
 
     python benchmarks/marks.py [--quick] [--json] [--turns 200] [--budget 8192]
 
-The demonstration's session goes through the context pipeline once for each mark of the grid, with a prefix cache that
-is simulated: of each prompt, what it has in common with the one before is found. A turn costs the tokens
-that are prefilled plus `price` times the tokens that are held after it. For each price the model's mark is lived too
-(`Policy(memory_price=...)`), and `over_best` says what it costs more than the best mark of the grid.
+The demonstration's session goes through the context pipeline once for each mark of the grid (the low mark is the same
+for all: it says what stays in view), with a prefix cache that is simulated: of each prompt, what it has in common with
+the one before is found. A turn costs the tokens that are prefilled plus `price` times the tokens that are held after
+it. For each price the model's mark is lived too (`Policy(memory_price=...)`), and `over_best` says what it costs more
+than the best mark of the grid.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ class Lived:
     script: Script
     policy: Policy
     budget: int
+    high: float | None = None
+    """The high mark, of the budget; None: the policy's."""
     view: View = field(default_factory=View)
     parent: str = field(default_factory=root)
     depth: int = 0
@@ -65,8 +68,9 @@ class Lived:
             self.parent, self.depth = link(self.parent, message), self.depth + 1
             arrivals.append(Arrival(self.parent, self.depth, message))
         tools = self.script.tools
-        load = load_of(self.view, ESTIMATOR.json(tools), 0.0)
+        load = load_of(self.view, ESTIMATOR.json(tools), 0.0, ESTIMATOR)
         marks = self.policy.marks(self.budget, 64, load)
+        marks = marks if self.high is None else replace(marks, high=int(self.budget * self.high))
         questions = prepare(
             *(self.view, arrivals), tools=tools, known_for="m", marks=marks, policy=self.policy, estimator=ESTIMATOR
         )
@@ -115,11 +119,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvsteward-marks-") as name:
         script = scripted_session(Path(name), turns)
 
-    def lived(high: float, price: float) -> Lived:
-        policy = Policy(high_water_ratio=high, low_water_ratio=args.low, memory_price=price, summary="extractive")
-        return Lived(script, policy, args.budget).play()
+    def lived(price: float, high: float | None = None) -> Lived:
+        policy = Policy(high_water_ratio=HIGHS[-1], low_water_ratio=args.low, memory_price=price, summary="extractive")
+        return Lived(script, policy, args.budget, high).play()
 
-    grid = {high: lived(high, 0.0) for high in HIGHS if high > args.low}
+    grid = {high: lived(0.0, high) for high in HIGHS if high > args.low}
     print("high   compactions  prefilled/turn  held/turn  cached")
     for high, run in grid.items():
         share = 1 - run.prefilled / run.prompt
@@ -128,7 +132,7 @@ def main() -> None:
     print("\nprice  best of grid      model: compactions, cost, over best")
     for price in PRICES:
         best = min(grid, key=lambda high: grid[high].cost(price))
-        model = lived(max(HIGHS), price)
+        model = lived(price)
         cost, least = model.cost(price), grid[best].cost(price)
         found["prices"][str(price)] = {
             "best_high": best,

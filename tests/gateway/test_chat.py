@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from kvsteward.engines.scripted import Answer, Fault, ToolCall
-from kvsteward.gateway.settings import Settings
+from kvsteward.gateway.settings import Settings, Tenant
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -108,6 +108,29 @@ async def test_an_edited_history_makes_a_branch_and_the_first_stays(start):
     log = await gateway.get(f"/v1/sessions/s/log?head={old_head}")
     assert [e["message"]["content"] for e in log["data"]] == ["q1", "a1", "q2", "a2"]
     assert await gateway.verify() == []
+
+
+async def test_all_branches_are_read_page_by_page(start):
+    keys = {"k1": Tenant("a"), "k2": Tenant("b")}
+    gateway = await start(answers=["a1", "a2", "b2"], settings=Settings(keys=keys))
+    own, other = ({"Authorization": f"Bearer {key}"} for key in keys)
+    first = [user("q1"), {"role": "assistant", "content": "a1"}]
+    for messages in (first[:1], [*first, user("q2")], [*first, user("put otherwise")]):
+        await gateway.chat(*messages, session="s", headers=own)
+    path = "/v1/sessions/s/log?branches=all"
+    whole = (await gateway.get(path, **own))["data"]
+    assert [e["message"]["content"] for e in whole] == ["q1", "a1", "q2", "a2", "put otherwise", "b2"]
+    assert whole[4]["parent"] == whole[2]["parent"] == whole[1]["hash"]
+    assert (await gateway.get(f"{path}&offset=2&limit=3", **own))["data"] == whole[2:5]
+    assert (await gateway.get(f"{path}&offset=1e99&limit=1e99", **own))["data"] == []
+    assert (await gateway.get(f"{path}&offset=-1&limit=0", **own))["data"] == whole[:1]
+    for wrong, param in (
+        (f"{path}&offset=nan", "offset"),
+        (f"{path}&limit=x", "limit"),
+        (f"{path[:-3]}two", "branches"),
+    ):
+        assert (await gateway.get(wrong, **own))["error"]["param"] == param
+    assert (await gateway.get(path, **other))["error"]["type"] == "not_found_error"
 
 
 async def test_a_branch_of_an_anonymous_history_is_a_session_of_its_own(start):

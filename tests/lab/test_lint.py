@@ -16,7 +16,7 @@ from kvsteward.cli import app
 from kvsteward.context.hygiene import Hygiene, Rule, clean
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ConfigError
-from kvsteward.lab.lint.read import Recorded, read_requests
+from kvsteward.lab.lint.read import Logged, Recorded, read_requests, requests_of_logs
 from kvsteward.lab.lint.report import FIELD, OPTION, Report, lint
 from kvsteward.lab.lint.turns import ANEW, REWRITTEN, is_trace, lint_trace
 
@@ -338,3 +338,83 @@ def test_a_running_gateway(serve):
     assert done.exit_code == 1, done.output
     assert (found["requests"], found["sessions"]) == (4, 1)
     assert [(f["kind"], f["times"], f["session"]) for f in found["findings"]] == [("a date or time", 3, "s1")]
+
+
+def talk(gateway: Any, about: str, system: Any, session: str | None = None, turns: int = 4) -> list[Any]:
+    """A client that sends its whole history with each turn; what it sent."""
+    history: list[Any] = []
+    sent = []
+    for turn in range(turns):
+        history.append({"role": "user", "content": f"{about}, question {turn}?"})
+        sent.append([{"role": "system", "content": system(turn)}, *history])
+        history.append(gateway.chat(sent[-1], session, max_tokens=16)["choices"][0]["message"])
+    return sent
+
+
+def dated(turn: int) -> str:
+    return f"You are an agent.\nToday's date: 2026-11-1{turn}\n{RULES}"
+
+
+@pytest.mark.parametrize("session", ["s1", None], ids=["one session with many branches", "a session with each turn"])
+def test_a_client_that_rewrites_its_prompt_is_found_at_a_gateway(serve, tmp_path, session):
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("hygiene: {enabled: false}\n")
+    gateway = serve("--engine", "scripted", "--policy", str(policy))
+    for about in ("Apples", "Pears"):
+        talk(gateway, about, lambda _: RULES, about if session else None)
+    done = run(gateway.url, "--json")
+    assert (done.exit_code, json.loads(done.stdout)["findings"]) == (0, []), "who only appends is clean"
+    sent = talk(gateway, "Plums", dated, session)
+    rows = gateway.get("/v1/sessions")["data"]
+    assert len(rows) == 3 if session else len(rows) == 6
+    found = json.loads(run(gateway.url, "--json").stdout)
+    assert (found["requests"], found["sessions"], found["followed"], found["left_out"]) == (12, 3, 9, "")
+    (one,) = found["findings"]
+    told = report(*({"messages": messages} for messages in sent)).findings[0]
+    at = ("kind", "part", "character", "token", "before", "after", "times", "lost_tokens", "mended_by")
+    assert [one[name] for name in at] == [getattr(told, name) for name in at], "as in a file of the same requests"
+    assert (one["kind"], one["times"], one["request"]) == ("a date or time", 3, 2)
+    assert dated(0)[: one["character"]] == "You are an agent.\nToday's date: 2026-11-1"
+    assert one["session"] == (session or min(rows[:4], key=lambda row: row["created_s"])["id"])
+
+
+def logged(id_: str, at_s: float, *branches: list[tuple[str, str, str]], **row: Any) -> Logged:
+    """A session whose branches are messages: source, role and text. They share what they begin with."""
+    entries: dict[str, Any] = {}
+    for branch in branches:
+        parent = ""
+        for source, role, text in branch:
+            hash_ = f"{parent}/{role}:{text}"
+            entry = {"hash": hash_, "parent": parent, "source": source, "created_s": float(len(entries))}
+            entries.setdefault(hash_, {**entry, "message": {"role": role, "content": text}})
+            parent = hash_
+    return Logged({"id": id_, "created_s": at_s, **row}, list(entries.values()), [])
+
+
+U, A = ("client", "user"), ("engine", "assistant")
+
+
+def test_each_answer_of_a_log_is_one_request_on_its_own_branch():
+    asked = [(*U, "a"), (*A, "1"), (*U, "b"), (*A, "2")]
+    edited = [*asked[:2], (*U, "c"), (*A, "3")]
+    made = requests_of_logs([logged("s", 5.0, asked, edited)])
+    texts = [[m["content"] for m in one.body["messages"]] for one in made]
+    assert texts == [["a"], ["a", "1", "b"], ["a", "1", "c"]]
+    assert [(one.session, one.line) for one in made] == [("s", 1), ("s", 2), ("s", 3)]
+
+
+def test_a_branch_that_became_a_session_counts_its_past_once():
+    asked = [(*U, "a"), (*A, "1"), (*U, "b"), (*A, "2")]
+    edited = [*asked[:2], (*U, "c"), (*A, "3")]
+    first, second = logged("s", 0.0, asked), logged("t", 9.0, edited, branched_from="s")
+    made = requests_of_logs([second, first])
+    assert [one.body["messages"][-1]["content"] for one in made] == ["a", "b", "c"]
+    assert {one.session for one in made} == {"s"}
+
+
+def test_a_session_is_another_one_where_only_an_answer_or_only_a_question_is_the_same():
+    first = logged("s", 0.0, [(*U, "a"), (*A, "Done.")])
+    for question, answer, name in (("a", "Done.", "s"), ("b", "Done.", "t"), ("a", "done", "t")):
+        begun = [(*U, question), ("client", "assistant", answer), (*U, "more"), (*A, "2")]
+        made = requests_of_logs([first, logged("t", 9.0, begun)])
+        assert [one.session for one in made] == ["s", name], (question, answer)

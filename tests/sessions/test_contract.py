@@ -9,6 +9,7 @@ import pytest
 
 from kvsteward.errors import InvariantError, NotFoundError, StateError
 from kvsteward.sessions import Decision, SessionStore
+from kvsteward.sessions.base import PAGE_BYTES
 from kvsteward.wire import fingerprint
 
 
@@ -98,6 +99,36 @@ def test_an_edited_history_is_a_second_branch(store: SessionStore, make) -> None
     assert store.path("s1") == [entries[0], *other]
     assert store.path("s1", entries[-1].hash) == entries
     assert store.verify() == []
+
+
+def test_entries_of_all_branches_come_in_pages_as_they_came(store: SessionStore, make) -> None:
+    session, entries = fill(store, make, "a", "b", "c")
+    fill(store, make, "a", "other", id_="s2")
+    other = [replace(entry, created_s=1.0) for entry in make.chain("B", "C", after=entries[0])]
+    store.append(replace(session, head=other[-1].hash), other)
+    store.append(replace(session, head=entries[-1].hash), [entries[1]])
+    whole = [*entries, *other]
+    assert store.entries("s1") == whole
+    assert [store.entries("s1", offset=at, limit=2) for at in (0, 2, 4, 5, 99)] == [
+        whole[:2],
+        whole[2:4],
+        whole[4:],
+        [],
+        [],
+    ]
+    assert store.entries("s1", offset=-3, limit=1) == whole[:1]
+    assert store.entries("s1", limit=0) == store.entries("s1", limit=-1) == []
+    store.branch(make.session("s3"), "s1", other[-1].hash)
+    assert store.entries("s3") == [entries[0], *other]
+    with pytest.raises(NotFoundError):
+        store.entries("none")
+
+
+def test_a_page_of_entries_is_bounded_in_bytes(store: SessionStore, make) -> None:
+    texts = ["x" * (PAGE_BYTES + 1), "a" * (PAGE_BYTES // 2), "b" * (PAGE_BYTES // 4), "c" * (PAGE_BYTES // 2)]
+    _, entries = fill(store, make, *texts)
+    assert [len(store.entries("s1", offset=at)) for at in range(5)] == [1, 2, 2, 1, 0]
+    assert store.entries("s1", offset=1) == entries[1:3]
 
 
 def test_a_row_is_changed_as_it_stands(store: SessionStore, make) -> None:

@@ -131,6 +131,7 @@ class Stores(RuleBasedStateMachine):
         for session in sessions:
             path = self.both(lambda s, id_=session.id: s.path(id_))
             self.both(lambda s, id_=session.id: s.decisions(id_))
+            self.both(lambda s, id_=session.id: s.entries(id_, offset=1, limit=5))
             self.both(lambda s, id_=session.id: s.search(id_, 'say "c"'))
             self.both(lambda s, hashes=[e.hash for e in path]: s.find(hashes))
             for entry in path[-1:]:

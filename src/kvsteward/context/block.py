@@ -96,6 +96,19 @@ class _Written:
     judged: Verdict | None
 
 
+def stages(room: float) -> tuple[tuple[float, float], ...]:
+    """What becomes of a block in `room` from one rewriting to the next, if nothing interferes: after each compaction
+    its length, and how much of it was written then. Without the Plan; all in tokens."""
+    length = room * _ANEW_SHARE if room * _SECTION_SHARES[0] >= _MIN_SECTION_TOKENS else room
+    found = [(length, length)]
+    least, longest = (max(_MIN_SECTION_TOKENS, room * share) for share in _SECTION_SHARES)
+    while (left := room * _GROWN_SHARE - length) >= least:
+        written = min(left, longest)
+        length += written
+        found.append((length, written))
+    return tuple(found)
+
+
 def plan_text(plan: Sequence[PlanItem]) -> str:
     """The Plan, each text under the name of who said it: nothing becomes an order of somebody else."""
     lines: list[str] = []
@@ -146,9 +159,8 @@ def _worth(text: str, facts: Sequence[Fact]) -> float:
 
 
 def _anew(leaving: Leaving, known: _Known, room: int, estimator: Estimator) -> _Written:
-    less = int(room * _ANEW_SHARE)
-    room = less if room * _SECTION_SHARES[0] >= _MIN_SECTION_TOKENS else room  # where no section would fit, all of it
-    return _section(leaving, known, [_HEADER], plan_text(leaving.standing), room, estimator)
+    length = int(stages(room)[0][0])
+    return _section(leaving, known, [_HEADER], plan_text(leaving.standing), length, estimator)
 
 
 def _appended(leaving: Leaving, known: _Known, room: int, most: int, estimator: Estimator) -> _Written | None:
@@ -174,12 +186,12 @@ def _appended(leaving: Leaving, known: _Known, room: int, most: int, estimator: 
         - estimator.text(before.block)
         - (estimator.text(planned) if planned else 0)
     )
-    least, longest = (int(room * share) for share in _SECTION_SHARES)
-    if left < max(_MIN_SECTION_TOKENS, least):
+    least, longest = (max(_MIN_SECTION_TOKENS, int(room * share)) for share in _SECTION_SHARES)
+    if left < least:
         return None
     known = replace(known, former=before.block, through=before.through, dropped=len(leaving.dropped))
     head = [_LATER, *([_OUTDATED, *struck] if struck else [])]
-    section = _section(leaving, known, head, planned, min(left, max(_MIN_SECTION_TOKENS, longest)), estimator)
+    section = _section(leaving, known, head, planned, min(left, longest), estimator)
     if struck and struck[-1] not in section.text:
         return None
     summary = "\n".join(part for part in (before.summary, section.summary) if part)

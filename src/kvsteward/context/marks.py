@@ -13,10 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 
+from kvsteward.context.block import MIN_BLOCK_TOKENS, plan_text, stages
 from kvsteward.context.hygiene import Hygiene
 from kvsteward.context.layout import View
 from kvsteward.context.patterns import compiled
 from kvsteward.context.plan import PlanRules
+from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ConfigError
 
 NO_LIMIT = 1 << 62
@@ -29,36 +31,59 @@ _LEAST_SPAN = 0.25
 @dataclass(frozen=True, slots=True)
 class Load:
     """What a session's turns are like. `growth_tokens`: what a turn adds; `fixed_tokens`: what stands in front and is
-    the same after a compaction; `miss_ratio`: how often a turn finds its cache gone; `block_tokens`: the
-    condensed part, None before there is one."""
+    the same after a compaction; `miss_ratio`: how often a turn finds its cache gone; `plan_tokens`: the Plan, which
+    stands first in the condensed part and stays, too."""
 
     growth_tokens: float
     fixed_tokens: int = 0
     miss_ratio: float = 0.0
-    block_tokens: int | None = None
+    plan_tokens: int = 0
 
 
-def load_of(view: View, tools_tokens: int, miss_ratio: float) -> Load | None:
+def load_of(view: View, tools_tokens: int, miss_ratio: float, estimator: Estimator) -> Load | None:
     """Measured on a view. None while it has fewer than two rounds."""
     rounds = sum(item.role == "assistant" for item in view.items)
     if rounds < 2:
         return None
     grown = sum(item.tokens for item in view.items) / rounds
-    block = view.epoch.block_tokens if view.epoch.block else None
-    return Load(grown, tools_tokens + sum(item.tokens for item in view.pinned), miss_ratio, block)
+    plan = estimator.text(plan_text(view.epoch.plan)) if view.epoch.plan else 0
+    return Load(grown, tools_tokens + sum(item.tokens for item in view.pinned), miss_ratio, plan)
 
 
-def best_span(load: Load, low_tokens: int, memory_price: float) -> float:
-    """Tokens from the low to the high mark that cost least: with g = growth, s = fixed, r = misses and m = what a token
-    held for a turn is worth in tokens of prefill, a turn costs
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """The compactions from one rewriting of the condensed part to the next. `left_tokens`: how long a prompt is after
+    one, in the mean, and `swing_tokens` by how much it differs from that (the root of the mean square); `again_tokens`:
+    what one of them prefills besides what is new in its turn, in the mean."""
 
-        (1 - r) (g + g (low - s) / span) + r (low + span / 2) + m (low + span / 2)
+    left_tokens: float
+    swing_tokens: float
+    again_tokens: float
 
-    which is least at sqrt(2 g (low - s) (1 - r) / (r + m)). Infinite where holding costs nothing."""
+
+def cycle_of(load: Load, room: float, kept_tokens: float) -> Cycle:
+    """Of sessions like `load` with `room` for the condensed part (without the Plan) and `kept_tokens` of rounds that
+    stay behind it. What stands in front of the condensed part is found in the cache, and so is what was in it before a
+    section was appended."""
+    lengths, written = zip(*stages(room), strict=True)
+    mean = sum(lengths) / len(lengths)
+    swing = sqrt(sum((length - mean) ** 2 for length in lengths) / len(lengths))
+    again = kept_tokens + sum(written) / len(written) - load.growth_tokens
+    return Cycle(load.fixed_tokens + load.plan_tokens + kept_tokens + mean, swing, max(0.0, again))
+
+
+def best_span(load: Load, cycle: Cycle, memory_price: float) -> float:
+    """Tokens from `cycle.left_tokens` to the high mark that cost least: with g = growth, r = misses, m = what a token
+    held for a turn is worth in tokens of prefill, and A, d = what a compaction prefills again and the swing,
+
+        sqrt(2 g A (1 - r) / (r + m) - d²) - g / 2
+
+    Infinite where holding costs nothing. docs/marks.md derives it."""
     price = load.miss_ratio + memory_price
     if price <= 0:
         return inf
-    return sqrt(2 * load.growth_tokens * max(0, low_tokens - load.fixed_tokens) * (1 - load.miss_ratio) / price)
+    square = 2 * load.growth_tokens * cycle.again_tokens * (1 - load.miss_ratio) / price
+    return sqrt(max(0.0, square - cycle.swing_tokens**2)) - load.growth_tokens / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +173,20 @@ class Policy:
         hard = budget_tokens - min(reserve, budget_tokens // 2)
         high = min(int(budget_tokens * self.high_water_ratio), hard)
         low = min(int(budget_tokens * self.low_water_ratio), int(high * 0.75))
+        block = int(budget_tokens * self.block_ratio)
         if load is not None:
-            block = int(budget_tokens * self.block_ratio) if load.block_tokens is None else load.block_tokens
-            left = min(low, int(load.fixed_tokens + block + self.keep_rounds * load.growth_tokens))
-            high = int(min(high, max(left + best_span(load, left, self.memory_price), low * (1 + _LEAST_SPAN))))
+            kept = self.keep_rounds * load.growth_tokens
+            room = min(block, max(MIN_BLOCK_TOKENS, low - load.fixed_tokens - load.plan_tokens - kept))
+            cycle = cycle_of(load, room, kept)
+            best = min(low, cycle.left_tokens) + best_span(load, cycle, self.memory_price)
+            high = int(min(high, max(best, low * (1 + _LEAST_SPAN))))
         tool_limit = self.tool_limit_tokens or min(4_096, max(160, budget_tokens // 16))
         return Marks(
             budget=budget_tokens,
             hard=hard,
             high=high,
             low=low,
-            block=int(budget_tokens * self.block_ratio),
+            block=block,
             tool_limit=tool_limit,
             text_limit=max(tool_limit, budget_tokens // 4),
         )

@@ -20,7 +20,7 @@ from kvsteward.engines.base import Engine
 from kvsteward.errors import EngineError, KVStewardError, NotFoundError, ProtocolError, StateError
 from kvsteward.gateway import dashboard, fleet_api, turn
 from kvsteward.gateway.auth import operates, tenant_of
-from kvsteward.gateway.bodies import body_of, json, number_of
+from kvsteward.gateway.bodies import body_of, json, number_of, whole_of
 from kvsteward.gateway.desk import public_id, storage_id
 from kvsteward.gateway.recall import look_up
 from kvsteward.gateway.relay import Exchange
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Endpoint = Callable[["Steward", Request, Tenant], Awaitable[Response]]
 _MAX_PAGE = 1_000
+_MAX_OFFSET = 1 << 40
 
 
 def routes(steward: Steward) -> list[BaseRoute]:
@@ -135,7 +136,7 @@ async def _memory(steward: Steward, request: Request, tenant: Tenant) -> Respons
     ledger implies. With `?limit=N` only the N sessions that were used last."""
     fleet = steward.fleet
     info, load, capacity = fleet.first.info, fleet.load(), fleet.capacity_tokens()
-    limit = max(1, min(int(number_of(request, "limit", _MAX_PAGE)), _MAX_PAGE))
+    limit = whole_of(request, "limit", _MAX_PAGE, 1, _MAX_PAGE)
     sessions = await steward.desk.call(steward.desk.store.list, tenant=tenant.name, limit=limit)
     resident = fleet.resident_tokens()
     block = info.block_tokens or 1
@@ -203,7 +204,7 @@ def described(steward: Steward, session: Session, tenant: Tenant) -> dict[str, A
         "created_s": session.created_s,
         "last_used_s": session.last_used_s,
         "ttl_s": session.ttl_s,
-        "branched_from": session.branched_from,
+        "branched_from": (session.branched_from or "").removeprefix(storage_id(session.tenant, "")) or None,
         "head": session.head,
         "tokens_resident": station.residency.of(session.id) if station else 0,
         "tokens_in_view": session.view_tokens,
@@ -270,12 +271,15 @@ async def _created(steward: Steward, body: dict[str, Any], tenant: Tenant) -> Se
     return session
 
 
+def _page(request: Request) -> dict[str, int]:
+    """`?limit=N&offset=N`."""
+    limit = whole_of(request, "limit", 100, 1, _MAX_PAGE)
+    return {"limit": limit, "offset": whole_of(request, "offset", 0, 0, _MAX_OFFSET)}
+
+
 async def _list(steward: Steward, request: Request, tenant: Tenant) -> Response:
-    limit = int(number_of(request, "limit", 100))
-    offset = int(number_of(request, "offset", 0))
-    sessions = await steward.desk.call(
-        steward.desk.store.list, tenant=tenant.name, limit=max(1, min(limit, _MAX_PAGE)), offset=max(0, offset)
-    )
+    page = _page(request)
+    sessions = await steward.desk.call(steward.desk.store.list, tenant=tenant.name, **page)
     return json({"object": "list", "data": [described(steward, session, tenant) for session in sessions]})
 
 
@@ -292,13 +296,22 @@ async def _delete(steward: Steward, request: Request, tenant: Tenant) -> Respons
 
 async def _log(steward: Steward, request: Request, tenant: Tenant) -> Response:
     """The path to the head, whole; with `?q=TEXT` the entries of all branches that hold a text, or else its words, best
-    first; with `?head=HASH` another branch. `notes` has what left the system prompt because it changes."""
+    first; with `?head=HASH` another branch. `notes` has what left the system prompt because it changes.
+
+    With `?branches=all` a page of all entries as they came, `&limit=N` from `&offset=N` on. It may be shorter, since it
+    is bounded in bytes: the next one begins after its last, and an empty one is behind the end."""
     session = await found(steward, request, tenant)
     store = steward.desk.store
+    branches = request.query_params.get("branches")
+    if branches is not None:
+        if branches != "all":
+            raise ProtocolError(f"'branches' can only be 'all', not '{branches}'", param="branches")
+        page = await steward.desk.call(store.entries, session.id, **_page(request))
+        return json({"object": "list", "session": public_id(session), "data": [_entry(entry) for entry in page]})
     needle = request.query_params.get("q")
     entries: Sequence[Entry]
     if needle:
-        limit = max(0, min(int(number_of(request, "limit", 20)), _MAX_PAGE))
+        limit = whole_of(request, "limit", 20, 0, _MAX_PAGE)
         entries = await steward.desk.call(store.lookup, session.id, needle, limit=limit)
     else:
         entries = await steward.desk.call(store.path, session.id, request.query_params.get("head"))
@@ -350,7 +363,7 @@ async def _recall(steward: Steward, request: Request, tenant: Tenant) -> Respons
     ask = make_ask(*(request.query_params.get(name, "") for name in ("hash", "query", "range")))
     if isinstance(ask, str):
         raise ProtocolError(ask, param="query")
-    limit = max(64, min(int(number_of(request, "limit", 1024)), 65_536))
+    limit = whole_of(request, "limit", 1_024, 64, 65_536)
     shown = await steward.desk.shown(session.id, session.head)
     answer = await look_up(steward, session.id, session.head, shown.view, ask, limit)
     body = {"session": public_id(session), "text": answer.text, "tokens": answer.tokens, "hashes": answer.hashes}

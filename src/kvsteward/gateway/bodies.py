@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isnan
 from typing import Any
 
 import orjson
@@ -37,3 +38,11 @@ def number_of(request: Request, name: str, default: float) -> float:
         return float(text)
     except ValueError:
         raise ProtocolError(f"'{name}' must be a number, not '{text}'", param=name) from None
+
+
+def whole_of(request: Request, name: str, default: int, least: int, most: int) -> int:
+    """A number of the query as the nearest whole one from `least` to `most`. Raises ProtocolError for what is none."""
+    number = number_of(request, name, default)
+    if isnan(number):
+        raise ProtocolError(f"'{name}' must be a number, not 'nan'", param=name)
+    return int(max(least, min(number, most)))

@@ -263,7 +263,8 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
 
 def marks_of(steward: Steward, turn: Turn, view: View) -> Marks:
     budget = steward.budget_tokens(turn.tenant, turn.at.info)
-    load = load_of(view, steward.desk.estimator.json(turn.request.tools), turn.at.misses.ratio)
+    estimator = steward.desk.estimator
+    load = load_of(view, estimator.json(turn.request.tools), turn.at.misses.ratio, estimator)
     marks = steward.policy(turn.tenant).marks(budget, turn.request.max_output_tokens, load)
     return with_room(marks) if turn.recall else marks
 

@@ -12,7 +12,7 @@ tenant's root; a call that returned is on disk.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,8 @@ from kvsteward.sessions.vectors import VectorIndex
 
 State = Literal["new", "active", "idle", "parked", "expired", "closed"]
 Source = Literal["client", "engine"]
+PAGE_BYTES = 8 * 2**20
+"""How long the messages of one page of a log may be together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,11 @@ class SessionStore(ABC):
         """The entries from the first message to `head` (default: the session's head), in order."""
 
     @abstractmethod
+    def entries(self, session_id: str, *, offset: int = 0, limit: int = 100) -> Sequence[Entry]:
+        """The entries of all branches in the order in which they came, from the `offset`th on: at most `limit`, and no
+        more than `PAGE_BYTES` of messages (a longer one comes alone); none behind the last. Each keeps its place."""
+
+    @abstractmethod
     def decisions(self, session_id: str) -> Sequence[Decision]:
         """All decisions of a session, oldest first."""
 
@@ -221,3 +228,15 @@ class SessionStore(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+
+def page_of(entries: Iterable[Entry]) -> list[Entry]:
+    """As many of the first entries as one page holds, one at the least. Takes no more than the one after them."""
+    page: list[Entry] = []
+    left = PAGE_BYTES
+    for entry in entries:
+        left -= len(entry.raw)
+        if page and left < 0:
+            break
+        page.append(entry)
+    return page

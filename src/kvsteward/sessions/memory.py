@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvsteward.errors import CorruptLogError, NotFoundError, StateError
 from kvsteward.sessions import chain
-from kvsteward.sessions.base import Decision, Entry, Fault, Found, Session, SessionStore
+from kvsteward.sessions.base import Decision, Entry, Fault, Found, Session, SessionStore, page_of
 from kvsteward.sessions.blobs import Place, cut, mend
 from kvsteward.sessions.integrity import Stored, faults
 from kvsteward.sessions.lifecycle import allows, step
@@ -45,6 +46,13 @@ class _Log:
         """The entry as it was received."""
         places = self.places.get(entry.hash)
         return replace(entry, raw=mend(entry.raw, places, self.blobs.get)) if places else entry
+
+    def checked(self, entry: Entry) -> Entry:
+        """As `whole`. Raises CorruptLogError if it is another than was written."""
+        entry = self.whole(entry)
+        if body_hash(entry.raw) != self.bodies[entry.hash]:
+            raise CorruptLogError(f"session {self.session.id}: entry {entry.hash} does not match its hash")
+        return entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,12 @@ class MemoryStore(SessionStore):
         with self._lock:
             log = self._log(session_id)
             return self._walk(log, log.session.head if head is None else head)
+
+    def entries(self, session_id: str, *, offset: int = 0, limit: int = 100) -> Sequence[Entry]:
+        first = max(offset, 0)
+        with self._lock:
+            log = self._log(session_id)
+            return page_of(map(log.checked, islice(log.entries.values(), first, first + max(limit, 0))))
 
     def decisions(self, session_id: str) -> Sequence[Decision]:
         with self._lock:
@@ -280,10 +294,7 @@ class MemoryStore(SessionStore):
             entry = log.entries.get(at)
             if entry is None:
                 raise NotFoundError(f"session {log.session.id!r} has no entry {at!r}")
-            entry = log.whole(entry)
-            if body_hash(entry.raw) != log.bodies[at]:
-                raise CorruptLogError(f"session {log.session.id}: entry {at} does not match its hash")
-            path.append(entry)
+            path.append(log.checked(entry))
             at = entry.parent
         path.reverse()
         return path

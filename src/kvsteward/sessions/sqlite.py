@@ -22,7 +22,7 @@ from typing import Any
 
 from kvsteward.errors import CorruptLogError, NotFoundError, StateError, StoreError
 from kvsteward.sessions import chain, rows, words
-from kvsteward.sessions.base import Decision, Entry, Fault, Found, Session, SessionStore
+from kvsteward.sessions.base import Decision, Entry, Fault, Found, Session, SessionStore, page_of
 from kvsteward.sessions.blobs import cut
 from kvsteward.sessions.integrity import Stored, faults
 from kvsteward.sessions.lifecycle import allows, step
@@ -131,6 +131,14 @@ class SqliteStore(SessionStore):
         with self._read() as db:
             session = self._session(db, session_id)
             return _walk(db, session, session.head if head is None else head)
+
+    def entries(self, session_id: str, *, offset: int = 0, limit: int = 100) -> Sequence[Entry]:
+        places = "SELECT rowid FROM entries WHERE session_id = ? ORDER BY rowid LIMIT ? OFFSET ?"
+        sql = f"SELECT {rows.ENTRY} FROM entries WHERE rowid IN ({places}) ORDER BY rowid"
+        with self._read() as db:
+            self._session(db, session_id)
+            found = db.execute(sql, (session_id, max(limit, 0), max(offset, 0)))
+            return page_of(_entry(db, session_id, row) for row in found)
 
     def decisions(self, session_id: str) -> Sequence[Decision]:
         with self._read() as db:

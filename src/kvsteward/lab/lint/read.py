@@ -19,12 +19,18 @@ import orjson
 
 from kvsteward.context.hygiene import Moved, restored
 from kvsteward.errors import ConfigError, KVStewardError
+from kvsteward.lab.prompts import Prompt, parts_of
+from kvsteward.wire.chat import PINNED_ROLES
 from kvsteward.wire.identity import identify
 
 MOST_BYTES = 1 << 30
 MOST_REQUESTS = 100_000
 _WRAPPERS = ("request", "body", "json", "payload", "data", "kwargs", "request_body")
 _CONVERSATION = ("structure", "source", "meta", "conversation_id", "trajectory", "licence")
+
+
+_Turn = tuple[Prompt, Prompt]
+"""The first message of a conversation, and an answer in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,27 +201,84 @@ def _url(source: Any) -> str:
 # -- a running gateway ----------------------------------------------------------------------------------------------
 
 
-def requests_of_log(
-    session: str, entries: Sequence[Mapping[str, Any]], decisions: Sequence[Mapping[str, Any]]
-) -> list[Recorded]:
-    """The requests that a client of a gateway sent, from its log and the decisions at its entries: the system prompt is
-    put together again with what the gateway had moved out of it."""
-    notes = {d["at"]: d["payload"].get("moved") or [] for d in decisions if d["kind"] == "note"}
-    tools = {d["at"]: d["payload"] for d in decisions if d["kind"] == "tools"}
-    moved: list[Any] = []
-    shown: Any = None
-    history: list[Any] = []
-    found: list[Recorded] = []
-    for entry in entries:
-        if entry["source"] == "engine" and history:
-            body = {"messages": _with_moved(history, moved), **({"tools": shown} if shown else {})}
-            found.append(Recorded(body, session, len(found) + 1))
-        history.append(entry["message"])
-        moved = notes.get(entry["hash"], moved)
-        given = tools.get(entry["hash"])
-        if given is not None:
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A session of a gateway, as its API tells it: its row, the messages of all branches as they came, decisions."""
+
+    row: Mapping[str, Any]
+    entries: Sequence[Mapping[str, Any]]
+    decisions: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """An answer of an engine, when it came, and the body of its request."""
+
+    at_s: float
+    body: Mapping[str, Any]
+    answer: Any
+
+
+def requests_of_logs(logs: Sequence[Logged]) -> list[Recorded]:
+    """The requests that the clients of a gateway sent: one for each answer of an engine, on whatever branch it is.
+
+    A client that names no session and changes what it had sent begins a session with each turn. Such a session is told
+    by the answers in its first request, and its requests are counted as those of the session that gave them."""
+    names: dict[str, str] = {}
+    gave: dict[_Turn, str] = {}
+    found: dict[str, dict[str, _Answered]] = {}
+    for log in sorted(logs, key=lambda log: float(log.row["created_s"])):
+        id_, answered = str(log.row["id"]), _answered(log)
+        begun = next((_newest_turn(one.body) for one in answered.values()), None)
+        name = names.get(str(log.row.get("branched_from"))) or (gave.get(begun) if begun else None) or id_
+        names[id_] = name
+        gave |= {_turn(one.body, one.answer): name for one in answered.values()}
+        found[name] = found.get(name, {}) | answered  # a branch has copies of what it goes on from
+    made = []
+    for name, of_name in found.items():
+        ordered = sorted(of_name.values(), key=lambda one: one.at_s)
+        made += [Recorded(one.body, name, number) for number, one in enumerate(ordered, 1)]
+    return made
+
+
+def _answered(log: Logged) -> dict[str, _Answered]:
+    """The answers of engines by their hashes. A system prompt is put together again with what the gateway had moved out
+    of it."""
+    notes = {d["at"]: d["payload"].get("moved") or [] for d in log.decisions if d["kind"] == "note"}
+    tools = {d["at"]: d["payload"] for d in log.decisions if d["kind"] == "tools"}
+    known: dict[str, Mapping[str, Any]] = {}
+    found = {}
+    for entry in log.entries:
+        if entry["source"] == "engine" and entry["parent"] in known:
+            path = _path(known, entry["parent"])
+            moved = next((notes[one["hash"]] for one in path if one["hash"] in notes), [])
+            given = next((tools[one["hash"]] for one in path if one["hash"] in tools), None)
             shown = given.get("sent") if isinstance(given, Mapping) else given
+            messages = _with_moved([one["message"] for one in reversed(path)], moved)
+            body = {"messages": messages, **({"tools": shown} if shown else {})}
+            found[str(entry["hash"])] = _Answered(float(entry["created_s"]), body, entry["message"])
+        known[entry["hash"]] = entry
     return found
+
+
+def _path(known: Mapping[str, Mapping[str, Any]], hash_: str) -> list[Mapping[str, Any]]:
+    """The entries from there back to the first."""
+    path = []
+    while (entry := known.get(hash_)) is not None:  # it ends: an entry came after its parent
+        path.append(entry)
+        hash_ = entry["parent"]
+    return path
+
+
+def _newest_turn(body: Mapping[str, Any]) -> _Turn | None:
+    """Of the answers that a request brings along, the newest."""
+    answers = (message for message in reversed(body["messages"]) if message.get("role") == "assistant")
+    return next((_turn(body, answer) for answer in answers), None)
+
+
+def _turn(body: Mapping[str, Any], answer: Any) -> _Turn:
+    said = (message for message in body["messages"] if message.get("role") not in PINNED_ROLES)
+    return parts_of({"messages": [next(said, {})]}), parts_of({"messages": [answer]})
 
 
 def _with_moved(history: Sequence[Any], moved: Sequence[Any]) -> list[Any]:

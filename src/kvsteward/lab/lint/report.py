@@ -66,7 +66,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`followed`: requests that go on from an earlier one. Tokens are those of all prompts together."""
+    """`followed`: requests that go on from an earlier one. Tokens are those of all prompts together. `left_out`: what
+    was not read."""
 
     requests: int
     sessions: int
@@ -74,6 +75,7 @@ class Report:
     prompt_tokens: int
     lost_tokens: int
     findings: tuple[Finding, ...]
+    left_out: str = ""
 
     @property
     def lost_ratio(self) -> float:

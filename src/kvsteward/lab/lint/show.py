@@ -6,6 +6,7 @@ Invariants: with `--json` standard output carries one line; the exit status is 1
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,11 +18,15 @@ from rich.text import Text
 
 from kvsteward.engines.http import HttpClient, HttpOptions
 from kvsteward.errors import ConfigError
-from kvsteward.lab.lint.read import Recorded, read_file, requests_of_log
+from kvsteward.lab.lint.read import Logged, read_file, requests_of_logs
 from kvsteward.lab.lint.report import Finding, Report, lint
 from kvsteward.lab.lint.turns import is_trace, lint_trace
 
 MOST_SESSIONS = 200
+MOST_MESSAGES = 100_000
+MOST_OF_A_SESSION = 10_000
+"""Of a gateway, and of one session of it, so much is read."""
+_PAGE = 500
 
 
 def show_lint(source: str, *, as_json: bool, key: str | None = None, limit: int = 20) -> int:
@@ -36,25 +41,45 @@ def show_lint(source: str, *, as_json: bool, key: str | None = None, limit: int 
 
 def _report(source: str, key: str | None) -> Report:
     if "://" in source:
-        return lint(asyncio.run(of_gateway(source, key)))
+        return asyncio.run(of_gateway(source, key))
     path = Path(source)
     return lint_trace(path) if is_trace(path) else lint(read_file(path))
 
 
-async def of_gateway(url: str, key: str | None = None) -> list[Recorded]:
-    """The requests that clients of a running gateway sent, from the logs of the sessions that were used last."""
+async def of_gateway(url: str, key: str | None = None) -> Report:
+    """What is found in the requests that clients of a running gateway sent: all branches of the sessions that were used
+    last."""
     client = HttpClient(HttpOptions(url.rstrip("/").removesuffix("/v1"), api_key=key)).open()
     try:
-        sessions = await _get(client, f"/v1/sessions?limit={MOST_SESSIONS}")
-        found: list[Recorded] = []
-        for session in sessions["data"]:
-            name = quote(session["id"], safe="")
-            log = await _get(client, f"/v1/sessions/{name}/log")
-            view = await _get(client, f"/v1/sessions/{name}/view")
-            found += requests_of_log(session["id"], log["data"], view["decisions"])
-        return found
+        listed = (await _get(client, f"/v1/sessions?limit={MOST_SESSIONS + 1}"))["data"]
+        rows, logs, left = listed[:MOST_SESSIONS], list[Logged](), MOST_MESSAGES
+        cut = 0
+        for row in rows:
+            path = f"/v1/sessions/{quote(row['id'], safe='')}"
+            most = min(left, MOST_OF_A_SESSION)
+            entries = await _entries(client, path, most)
+            cut += len(entries) == most
+            left -= len(entries)
+            if entries:
+                logs.append(Logged(row, entries, (await _get(client, f"{path}/view"))["decisions"]))
     finally:
         await client.close()
+    left_out = [f"sessions but the {MOST_SESSIONS} that were used last"] if len(listed) > len(rows) else []
+    left_out += [f"newer messages of {cut:,} long sessions"] if cut else []
+    report = await asyncio.to_thread(lambda: lint(requests_of_logs(logs)))
+    return replace(report, left_out=" and ".join(left_out))
+
+
+async def _entries(client: HttpClient, path: str, most: int) -> list[Any]:
+    """The first messages of all branches, page by page."""
+    found: list[Any] = []
+    while len(found) < most:
+        limit = min(_PAGE, most - len(found))
+        page = (await _get(client, f"{path}/log?branches=all&offset={len(found)}&limit={limit}"))["data"]
+        if not page:
+            break
+        found += page
+    return found
 
 
 async def _get(client: HttpClient, path: str) -> Any:
@@ -74,6 +99,8 @@ def rendered(report: Report, limit: int = 20) -> RenderableType:
         f" of {report.sessions:,} sessions; {report.followed:,} go on from an earlier one; "
         f"about {report.prompt_tokens:,} prompt tokens",
     )
+    if report.left_out:
+        head = Text.assemble(head, f"; not read: {report.left_out}")
     if not report.findings:
         return Group(head, Text("Nothing breaks the prefix.", style="bold green"))
     lost = Text.assemble(

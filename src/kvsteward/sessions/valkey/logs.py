@@ -14,7 +14,7 @@ from typing import Any
 
 from kvsteward.errors import CorruptLogError, NotFoundError
 from kvsteward.sessions import chain, words
-from kvsteward.sessions.base import Entry, Session
+from kvsteward.sessions.base import Entry, Session, page_of
 from kvsteward.sessions.blobs import mend
 from kvsteward.sessions.needles import needles
 from kvsteward.sessions.ranking import Ranking
@@ -66,6 +66,12 @@ class Logs:
             raise _broken(session, head)
         path.reverse()
         return path
+
+    def page(self, session: Session, offset: int, limit: int) -> list[Entry]:
+        """Of all branches, in the order in which they came; no more than `base.PAGE_BYTES` of messages."""
+        keys = Keys(session.id)
+        names = self._link.ask("LRANGE", keys[rows.ORDER], offset, offset + limit - 1) if limit else ()
+        return page_of(self.entries(session, self._reader.metas(keys, names)))
 
     def entries(self, session: Session, metas: Sequence[Meta]) -> Iterator[Entry]:
         return (meta.entry(whole) for meta, whole in self._whole(session, metas))

@@ -142,6 +142,9 @@ class ValkeyStore(SessionStore):
     def _path_to(self, session: Session, head: str) -> frozenset[str]:
         return frozenset(meta.hash for meta in self._logs.walk(session, head, unknown_is_empty=True))
 
+    def entries(self, session_id: str, *, offset: int = 0, limit: int = 100) -> Sequence[Entry]:
+        return self._logs.page(self._reader.session(session_id), max(offset, 0), max(limit, 0))
+
     def decisions(self, session_id: str) -> Sequence[Decision]:
         keys = Keys(session_id)
         self._reader.session(session_id)
