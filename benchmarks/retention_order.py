@@ -47,6 +47,7 @@ STOPS = {"tool_use": "tool_calls", "end_turn": "stop"}
 FIRST_ID, LAST_ID = 1000, 40000
 GROWTH_TOKENS = 60
 TICK_S = 1e-6
+PROGRESS_TURNS = 250
 
 
 class Turn(NamedTuple):
@@ -137,6 +138,7 @@ def play(played: Sequence[Turn], kind: str, blocks: int, options: argparse.Names
     """(cached tokens of all turns, seconds) on an engine of its own."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"  # vLLM does so itself where there is a connector
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -176,6 +178,8 @@ def _played(engine: Any, played: Sequence[Turn], kind: str, clock: SimpleNamespa
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     cached += (output.num_cached_tokens or 0) if output.finished else 0
+            if number % PROGRESS_TURNS == PROGRESS_TURNS - 1:
+                print(f"  {kind}: {number + 1} turns, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     finally:
         engine.engine_core.shutdown()
         del engine

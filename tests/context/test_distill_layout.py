@@ -90,8 +90,25 @@ def test_an_answer_as_lines_and_tables():
 TEXT = st.one_of(
     st.text(max_size=12),
     st.sampled_from(
-        ["1", "-", "-2", "1e5", "01", "null", "NaN", "Infinity", "-Infinity", "a|b", "a: b", "[1]", '"']
-        + [" x", "x ", "\u2028", "", "x[2] a:"]
+        [
+            "1",
+            "-",
+            "-2",
+            "1e5",
+            "01",
+            "null",
+            "NaN",
+            "-Infinity",
+            "a|b",
+            "a: b",
+            "[1]",
+            '"',
+            " x",
+            "x ",
+            "\u2028",
+            "",
+            "x[2] a:",
+        ]
     ),
 )
 SCALAR = st.one_of(st.none(), st.booleans(), st.integers(-(2**53), 2**53), TEXT)

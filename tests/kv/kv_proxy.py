@@ -98,8 +98,8 @@ class Proxy:
             finally:
                 for task in tasks:
                     task.cancel()
+                to_them.transport.abort()  # before the wait, in which this call may be cancelled
                 await asyncio.gather(*tasks, return_exceptions=True)
-                to_them.transport.abort()
 
     async def _hand_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str) -> None:
         """Until one side closes or the trap of this way springs."""

@@ -172,6 +172,14 @@ def tiers(url: str) -> dict[str, Any]:
     while client.exists(f"kv:1:{one.tier._digest.hex()}:session:a") and time.monotonic() < end:
         time.sleep(0.01)
     report["after_final"] = left.load([1, 3, 4, 10], request("r8", "d"))
+    for replica, session in ((two, "b"), (three, "c"), (left, "d")):
+        replica.store([12], request(f"e-{session}", session, final=True))
+        replica.tier.drain_jobs()
+        while client.exists(f"kv:1:{one.tier._digest.hex()}:session:{session}") and time.monotonic() < end:
+            time.sleep(0.01)
+    last = Replica(url)
+    report["after_all_final"] = last.load([1, 3, 4, 10, 12], request("r12"))
+    last.close()
     one.store([30, 31], request("u1", "f"))
     one.load([30], request("u2", "g"))
     small = Replica(url)

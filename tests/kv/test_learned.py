@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 
 import pytest
 
 from kvsteward.kv.vllm import learned
-from kvsteward.kv.vllm.learned import EVERY_S, Learned
+from kvsteward.kv.vllm.learned import EVERY_S, Learned, file_of
 from kvsteward.policy.returns import Returns
 
 
@@ -88,3 +89,74 @@ def test_a_row_for_each_class_and_trait(tmp_path):
     rows = [json.loads(line) for line in path.read_text().splitlines()][1:]
     assert ["tool_calls", "run_tests", "3"] in [row.get("class") for row in rows]
     assert sum(rows[0]["returns"]) == 78  # 39 pauses, and 39 times from turn to turn
+
+
+def taught_of(tool: str, pauses: int = 40, gap_s: float = 9.0) -> Returns:
+    returns = Returns()
+    for n in range(pauses):
+        returns.started("s", (gap_s + 1) * n)
+        returns.paused("s", (gap_s + 1) * n + 1, "tool_calls", [tool])
+    return returns
+
+
+def tools_of(returns: Returns) -> set[str]:
+    return {row["class"][1] for row in returns.rows() if len(row.get("class", ())) == 3 and row["class"][1]}
+
+
+def test_ranks_that_share_a_path_lose_nothing_to_each_other(tmp_path):
+    path, tools = tmp_path / "learned.jsonl", ("run_tests", "search", "browse")
+    for rank, tool in enumerate(tools):
+        Learned(path, 0.0, rank).close(taught_of(tool))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "learned.jsonl",
+        "learned.jsonl.rank1",
+        "learned.jsonl.rank2",
+    ]
+    begun = [Learned(path, 0.0, rank).returns(64) for rank in range(4)]
+    assert tools_of(begun[0]) == set(tools)
+    assert all(one.rows() == begun[0].rows() for one in begun)
+
+
+def test_ranks_that_learn_nothing_new_know_no_more_after_each_start(tmp_path):
+    path = tmp_path / "learned.jsonl"
+    for rank in range(3):
+        Learned(path, 0.0, rank).close(taught())
+    for _ in range(3):
+        begun = [Learned(path, 0.0, rank).returns(64) for rank in range(3)]
+        for rank, returns in enumerate(begun):
+            Learned(path, 0.0, rank).close(returns)
+    for row, was in zip(begun[0].rows(), taught().rows(), strict=True):
+        for name in row.keys() & {"returns", "idle_s", "tilt", "squares"}:
+            assert row[name] == pytest.approx(was[name])
+
+
+def test_a_rank_whose_file_is_damaged_is_left_out_alone(tmp_path, caplog):
+    path = tmp_path / "learned.jsonl"
+    Learned(path, 0.0, 0).close(taught_of("search"))
+    file_of(path, 1).write_text("not a line of ours")
+    caplog.set_level(logging.WARNING, "vllm.kvsteward")
+    assert tools_of(Learned(path, 0.0).returns(64)) == {"search"}
+    assert "learned.jsonl.rank1 is not used" in caplog.text
+
+
+def test_a_rank_that_is_no_more_is_left_out_after_a_week(tmp_path):
+    path = tmp_path / "learned.jsonl"
+    for rank, tool in enumerate(("run_tests", "search", "browse")):
+        Learned(path, 0.0, rank).close(taught_of(tool))
+    now_s = path.stat().st_mtime
+    for rank, days in ((1, 6.9), (2, 7.1)):
+        os.utime(file_of(path, rank), (now_s, now_s - days * 86_400))
+    assert tools_of(Learned(path, 0.0).returns(64)) == {"run_tests", "search"}
+
+
+def test_files_of_others_are_not_read(tmp_path):
+    path = tmp_path / "learned.jsonl"
+    for name in (
+        "learned.jsonl.rank1.7.new",
+        "learned.jsonl.rankx",
+        "learned.jsonl.bak",
+        "other.jsonl",
+        "learned.jsonl.rank",
+    ):
+        Learned(tmp_path / name, 0.0).close(taught())
+    assert Learned(path, 0.0).returns(64).rows() == Returns().rows()

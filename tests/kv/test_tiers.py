@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -111,12 +112,13 @@ class Engine:
         ranks: int = 1,
         now: Callable[[], float] = time.monotonic,
         disk: Path | None = None,
+        valkey: str | None = None,
         salt: str = "",
     ) -> None:
         self.copies = [ByteCopies(rank) for rank in range(ranks)]
         self.workers = [Worker(copies) for copies in self.copies]  # type: ignore[arg-type]
         shapes = {(0, rank): copies.shape for rank, copies in enumerate(self.copies)}
-        options = Options(host_bytes=slots * SLOT, check=True, stage_within_s=5.0, salt=salt)
+        options = Options(host_bytes=slots * SLOT, check=True, stage_within_s=5.0, salt=salt, valkey_url=valkey)
         if disk is not None:
             options = replace(options, disk_path=disk, disk_bytes=GIB)
         self.tiers = Tiers(options, shapes, fingerprint(ranks), now)
@@ -150,9 +152,12 @@ class Engine:
         self.held[block] = 1
         return block
 
-    def begin(self, session: str, tokens: int, output: int = 3, ttl_s: float | None = None) -> Turn:
+    def begin(
+        self, session: str, tokens: int, output: int = 3, ttl_s: float | None = None, text: str | None = None
+    ) -> Turn:
+        """`text`: sessions that say the same have the same blocks; without it each its own."""
         self.number += 1
-        turn = Turn(f"r{self.number}", session, chain(session, 64), tokens, output=output)
+        turn = Turn(f"r{self.number}", session, chain(text or session, 64), tokens, output=output)
         self.tiers.loads.began(turn, session, ttl_s)
         return turn
 
@@ -258,9 +263,9 @@ class Engine:
         self.cached.clear()
         self.hash_of.clear()
 
-    def whole_turn(self, session: str, tokens: int, output: int = 3) -> int:
+    def whole_turn(self, session: str, tokens: int, output: int = 3, **said: Any) -> int:
         """Runs one turn alone; tokens that it loaded."""
-        before, turn = self.loaded, self.begin(session, tokens, output)
+        before, turn = self.loaded, self.begin(session, tokens, output, **said)
         while (admitted := self.admit(turn)) is None:
             self.step()
             time.sleep(0.0002)
@@ -533,6 +538,38 @@ def test_what_left_host_memory_too_comes_back_from_below(engines, tmp_path):
     assert figures["store"]["staged"] == {"disk": 7}
     assert figures["turns"] == 0
     assert engine.tiers.loads.counts.waits > 0
+
+
+def test_the_end_of_a_session_leaves_what_sessions_of_another_replica_use(engines, valkey_server):
+    a, b = (engines(20, valkey=valkey_server.url) for _ in range(2))
+    a.whole_turn("s1", 30, text="the same")
+    assert a.tiers.store.flush(10)
+    assert b.whole_turn("s2", 30, text="the same") == 28
+    assert b.tiers.store.flush(10)
+    a.tiers.loads.forget("s1")
+    assert a.tiers.store.flush(10)
+    b.forget_all()
+    assert b.whole_turn("not kept", 30, ttl_s=0, text="the same") == 28
+    b.forget_all()
+    assert b.whole_turn("s2", 30, text="the same") == 28
+    b.tiers.loads.forget("s2")
+    assert b.tiers.store.flush(10)
+    assert valkey_server.client.keys() == []
+
+
+def test_a_session_whose_turn_still_runs_uses_its_blocks_already(engines, valkey_server):
+    a, b = (engines(20, valkey=valkey_server.url) for _ in range(2))
+    a.whole_turn("s1", 30, text="the same")
+    assert a.tiers.store.flush(10)
+    turn = b.begin("s2", 30, text="the same")
+    while b.admit(turn) is None:
+        b.step()
+        time.sleep(0.0002)
+    assert b.tiers.store.flush(10)
+    a.tiers.loads.forget("s1")
+    assert a.tiers.store.flush(10)
+    assert len(valkey_server.client.keys("kv:1:????????????????????????????????:0:*")) == 7
+    b.end(turn)
 
 
 def test_another_process_goes_on_from_what_was_written_unless_its_salt_differs(engines, tmp_path):

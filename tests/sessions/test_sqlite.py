@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import signal
 import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -342,46 +340,3 @@ def test_two_processes_may_make_the_file_at_once(path: Path) -> None:
     code = "import sys, pathlib; from kvsteward.sessions import SqliteStore; SqliteStore(pathlib.Path(sys.argv[1]))"
     children = [subprocess.Popen([sys.executable, "-c", code, str(path)]) for _ in range(4)]
     assert [child.wait(timeout=60) for child in children] == [0] * 4
-
-
-WRITER = """
-import json, pathlib, sys
-from dataclasses import replace
-from kvsteward.sessions import Entry, Session, SqliteStore
-from kvsteward.wire import fingerprint
-
-store = SqliteStore(pathlib.Path(sys.argv[1]))
-head, depth = fingerprint.root(), 0
-session = Session(sys.argv[2], "", "active", head, 1.0, 1.0, 60.0)
-store.create(session)
-while True:
-    message = {"role": "user", "content": f"{depth} " + "x" * (depth * 97 % 3000)}
-    store.draft(session.id, "t", head, json.dumps(message).encode(), now=1.0)
-    depth += 1
-    parent, head = head, fingerprint.link(head, message)
-    entry = Entry(head, parent, depth, "client", json.dumps(message).encode(), 1.0)
-    store.append(replace(session, head=head), [entry], end_draft="t")
-    print(head, flush=True)
-"""
-
-
-def test_what_was_acknowledged_outlives_kill_9(path: Path) -> None:
-    chance = random.Random(11)
-    for round_ in range(5):
-        with subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), f"s{round_}"], stdout=subprocess.PIPE, text=True
-        ) as child:
-            assert child.stdout is not None
-            printed = [child.stdout.readline().strip()]
-            time.sleep(chance.uniform(0.01, 0.4))
-            child.send_signal(signal.SIGKILL)
-            printed += [line.strip() for line in child.stdout if line.endswith("\n")]
-        assert printed[0]
-        store = SqliteStore(path)
-        kept = {entry.hash for entry in store.path(f"s{round_}")}
-        assert set(printed) <= kept
-        assert len(kept) <= len(printed) + 1
-        assert store.recover(now=9.0) in (0, 1)
-        assert store.get(f"s{round_}").state == "idle"
-        assert store.verify() == []
-        store.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,7 +25,7 @@ from kvsteward.errors import (
     StoreUnavailableError,
 )
 from kvsteward.sessions import Decision, MemoryStore, Space, SqliteStore, open_store
-from kvsteward.sessions.valkey import ValkeyStore
+from kvsteward.sessions.valkey import ValkeyStore, ending, logs
 from kvsteward.sessions.valkey.reader import sized
 from kvsteward.sessions.valkey.rows import Meta
 from kvsteward.wire import fingerprint
@@ -188,7 +187,7 @@ def left(server: Server) -> list[bytes]:
 def test_a_writer_that_dies_before_its_write_leaves_no_trace_that_is_believed(one, two, make, monkeypatch):
     session, entries = fill(one, make, "a")
     more = make.chain("b", after=entries[0], response_id="r1")
-    dies_at(monkeypatch, one, "_commit")
+    dies_at(monkeypatch, one._writer, "commit")
     with pytest.raises(Died):
         one.append(replace(session, head=more[0].hash, last_used_s=900.0), more)
     assert two.find([more[0].hash]) == []
@@ -202,7 +201,7 @@ def test_a_writer_that_dies_before_its_write_leaves_no_trace_that_is_believed(on
 
 
 def test_a_session_whose_maker_died_is_not_listed_and_is_swept(one, two, server, make, monkeypatch):
-    dies_at(monkeypatch, one, "_commit")
+    dies_at(monkeypatch, one._writer, "commit")
     with pytest.raises(Died):
         one.create(make.session("s1", tenant="t"))
     assert b"kvs:1:due" in left(server)
@@ -219,7 +218,7 @@ def test_a_branch_whose_maker_died_is_not_seen_and_is_swept(one, two, server, ma
     session, entries = fill(one, make, "a", "b", ttl_s=1e6)
     one.append(session, [], [Decision(entries[0].hash, "distil", b"{}", 1.0)])
     before = left(server)
-    dies_at(monkeypatch, one, "_commit", call)
+    dies_at(monkeypatch, one._writer, "commit", call)
     with pytest.raises(Died):
         one.branch(make.session("s2"), "s1", entries[1].hash)
     assert two.get("s2") is None
@@ -235,7 +234,7 @@ def test_a_branch_whose_maker_died_is_not_seen_and_is_swept(one, two, server, ma
 
 def test_an_id_whose_maker_died_may_be_used_at_once(one, two, make, monkeypatch):
     _, entries = fill(one, make, "a", "b")
-    dies_at(monkeypatch, one, "_commit", 2)
+    dies_at(monkeypatch, one._writer, "commit", 2)
     with pytest.raises(Died):
         one.branch(make.session("s2"), "s1", entries[1].hash)
     two.create(make.session("s2"))
@@ -243,13 +242,14 @@ def test_an_id_whose_maker_died_may_be_used_at_once(one, two, make, monkeypatch)
     assert two.verify() == []
 
 
-@pytest.mark.parametrize("name", ["_purge", "_forget"])
-def test_a_wipe_whose_process_died_is_a_wipe_and_is_ended(one, two, server, make, monkeypatch, name):
+@pytest.mark.parametrize("step", ["purge", "forget"])
+def test_a_wipe_whose_process_died_is_a_wipe_and_is_ended(one, two, server, make, monkeypatch, step):
     session, entries = fill(one, make, "a secret", "another secret", tenant="t")
     one.append(session, make.chain("x", after=entries[1], response_id="r"))
-    dies_at(monkeypatch, one, name)
+    dies_at(monkeypatch, *((one._ender, "purge") if step == "purge" else (ending, "forget")))
     with pytest.raises(Died):
         one.delete("s1")
+    monkeypatch.undo()
     assert two.get("s1") is None
     assert two.list() == []
     assert two.find([entry.hash for entry in entries]) == []
@@ -540,47 +540,6 @@ def test_a_server_that_does_not_answer_is_a_timeout_and_nothing_is_half(own_serv
         assert store.verify() == []
 
 
-WRITER = """
-import json, sys
-from dataclasses import replace
-from kvsteward.sessions import Entry, Session, open_store
-from kvsteward.wire import fingerprint
-
-store = open_store(sys.argv[1])
-head, depth = fingerprint.root(), 0
-session = Session("s1", "", "active", head, 1.0, 1.0, 60.0)
-store.create(session)
-while True:
-    message = {"role": "user", "content": f"{depth} " + "x" * (depth * 97 % 3000)}
-    store.draft(session.id, "t", head, json.dumps(message).encode(), now=1.0)
-    depth += 1
-    parent, head = head, fingerprint.link(head, message)
-    entry = Entry(head, parent, depth, "client", json.dumps(message).encode(), 1.0)
-    store.append(replace(session, head=head), [entry], end_draft="t")
-    print(head, flush=True)
-"""
-
-
-def test_what_was_acknowledged_outlives_kill_9_of_a_gateway(server, two):
-    command = [sys.executable, "-c", WRITER, server.url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
-        assert child.stdout is not None
-        printed = [child.stdout.readline().strip()]
-        time.sleep(0.2)
-        child.send_signal(signal.SIGKILL)
-        printed += [line.strip() for line in child.stdout if line.endswith("\n")]
-    assert printed[0]
-    kept = {entry.hash for entry in two.path("s1")}
-    assert set(printed) <= kept
-    assert len(kept) <= len(printed) + 1
-    assert two.recover(now=9.0) == 0, "its lease still runs"
-    for key in server.client.keys("kvs:1:lease:*"):
-        server.client.delete(key)
-    assert two.recover(now=9.0) in (0, 1)
-    assert two.get("s1").state == "idle"
-    assert two.verify() == []
-
-
 def test_a_full_server_takes_nothing_half_and_still_wipes(one, server, make):
     session, entries = fill(one, make, "a", "b")
     server.client.config_set("maxmemory", 1)
@@ -772,6 +731,72 @@ def test_a_query_finds_what_it_finds_in_sqlite(one, make, tmp_path_factory, text
                     assert one.lookup("s1", query, **asked) == sqlite.lookup("s1", query, **asked), (query, asked)
             assert one.search("s1", query) == sqlite.search("s1", query)
     one.delete("s1")
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("looked_at_bytes", [1, 10**6])
+def test_pages_of_any_size_make_the_same_answers(one, make, tmp_path, monkeypatch, step, looked_at_bytes):
+    monkeypatch.setattr(logs, "_STEP", step)
+    monkeypatch.setattr(logs, "_SEARCH_BYTES", looked_at_bytes)
+    url = "data:image/png;base64," + "QUJD" * 100
+    image = {
+        "role": "user",
+        "content": [{"type": "text", "text": "x 5"}, {"type": "image_url", "image_url": {"url": url}}],
+    }
+    long = "a very long text, " * 12
+    with closing(SqliteStore(tmp_path / "log.db")) as sqlite:
+        for store in (sqlite, one):
+            session, entries = fill(store, make, *(f"x {n}" for n in range(6)), long + "b", "%d [x] .*", "")
+            shown = make.entry(image, entries[-1].hash, 10)
+            branch = make.chain("x 1 again", after=entries[3])
+            store.append(replace(session, head=branch[0].hash), [shown, *branch])
+        for head in (None, shown.hash, entries[0].hash, fingerprint.root()):
+            assert one.path("s1", head) == sqlite.path("s1", head)
+        for text in ("x 1", "x", "nothing", long, long + "b", long + "c", "%d", ".*", "[x]", "", "again, 5", "x, 5!"):
+            for limit in (0, 2, 20):
+                assert one.search("s1", text, limit=limit) == sqlite.search("s1", text, limit=limit), text
+                for head in (None, shown.hash):
+                    asked = {"head": head, "limit": limit}
+                    assert one.lookup("s1", text, **asked) == sqlite.lookup("s1", text, **asked), (text, asked)
+        assert one.on_path("s1", shown.hash, [e.hash for e in (*entries, *branch)]) == {e.hash for e in entries}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda store: store.path("s1"),
+        lambda store: store.search("s1", "a"),
+        lambda store: store.lookup("s1", "b, a"),
+        lambda store: store.on_path("s1", "f" * 32, []),
+        lambda store: store.item("s1", "f" * 8),
+    ],
+)
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_session_that_is_wiped_while_it_is_read_is_not_found(one, two, make, monkeypatch, read, call):
+    """Between any two questions to the server: what was read, or that there is none; never damage."""
+    fill(one, make, "a", "b")
+    expected = read(one)
+    calls = 0
+
+    def counted(method):
+        def ask(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                two.delete("s1")
+            return method(*args, **kwargs)
+
+        return ask
+
+    for name in ("ask", "ask_all", "run"):
+        monkeypatch.setattr(one._link, name, counted(getattr(one._link, name)))
+    try:
+        found = read(one)
+    except NotFoundError:
+        assert calls >= call
+    else:
+        assert found in (expected, None)
+    assert one.get("s1") is None or calls < call
 
 
 NAMES = ("create", "append", "append", "append", "put", "branch", "draft", "draft", "end", "recover", "delete", "sweep")

@@ -101,8 +101,11 @@ class Desk:
         return await waiter
 
     async def close(self) -> None:
-        await self.call(self.store.close)
-        self._thread.shutdown(wait=True)
+        """Closes the store, and waits beside the loop for what other tasks had still asked of its thread."""
+        try:
+            await self.call(self.store.close)
+        finally:
+            await asyncio.to_thread(self._thread.shutdown)
 
     def lock(self, session_id: str) -> asyncio.Lock:
         """One turn of a session is prepared at a time; any number of them may stream."""

@@ -18,6 +18,7 @@ from kvsteward.kv.blocks import BlockStore, HostPool, Miss, Reason
 from kvsteward.kv.blocks.breaker import Breaker
 from kvsteward.kv.blocks.record import encode_header
 from kvsteward.kv.blocks.tier import Write
+from kvsteward.kv.blocks.users import MAX_USERS
 from kvsteward.kv.blocks.valkey import ValkeyTier, name_of
 
 KEYS = keys(24)
@@ -57,7 +58,9 @@ def test_a_block_is_one_value_under_a_name_that_people_can_read(server, make):
         digest, block_hash = OURS.digest().hex(), KEYS[0][20:].hex()
         name = f"kv:1:{digest}:0:{block_hash}".encode()
         assert name == name_of(KEYS[0])
-        assert set(server.client.keys()) == {name, b"kv:1:ns:session:agent-7"}
+        users = b"kv:1:users:{%s}" % name
+        assert set(server.client.keys()) == {name, users, b"kv:1:ns:session:agent-7"}
+        assert server.client.zcard(users) == 1
         assert server.client.get(name) == record(0)
         assert set(server.client.smembers("kv:1:ns:session:agent-7")) == {KEYS[0]}
 
@@ -96,6 +99,145 @@ def test_namespaces_keep_the_sessions_of_tenants_apart(server):
         theirs.write([Write(KEYS[1], (record(1),), "s")])
         assert theirs.forget_session("s", lambda found: set()) == 1
         assert ours.holds(KEYS[:2]) == [True, False]
+
+
+# sessions of several processes
+
+
+@pytest.fixture
+def two(server, make):
+    """The stores of two replicas that share a server."""
+    with opened(server.url) as mine, opened(server.url) as theirs:
+        yield make([mine]), make([theirs])
+
+
+def turn(store: BlockStore, session: str, chain) -> None:
+    """As the connector does it: tells what it uses, loads what is there, puts what is new, touches the chain."""
+    store.use(chain, session)
+    ticket = store.stage(chain, PATIENCE_S, session)
+    for key in chain[wait(ticket) :]:
+        assert store.put(key, memoryview(BLOCKS[KEYS.index(key)]), session)
+    ticket.release()
+    store.touch(chain, session)
+    assert store.flush(PATIENCE_S)
+
+
+def end(store: BlockStore, session: str) -> None:
+    store.forget_session(session)
+    assert store.flush(PATIENCE_S)
+
+
+def stored(server) -> list[int]:
+    return [n for n, key in enumerate(KEYS) if server.client.exists(name_of(key))]
+
+
+def test_what_a_session_of_another_replica_uses_outlives_the_one_that_wrote_it(server, two):
+    a, b = two
+    turn(a, "s1", KEYS[:4])
+    turn(b, "s2", [*KEYS[:2], *KEYS[5:7]])  # the same first two blocks, which it loads
+    end(a, "s1")
+    assert stored(server) == [0, 1, 5, 6]
+    b.host.clear()
+    assert loaded(b, [*KEYS[:2], *KEYS[5:7]]) == [*BLOCKS[:2], *BLOCKS[5:7]]
+    end(b, "s2")
+    assert server.client.keys() == [], "the last one takes all of it"
+
+
+def test_it_outlives_it_too_where_the_replica_had_the_block_already(server, two):
+    """The block was put or loaded for another session of that replica, whose end comes first."""
+    a, b = two
+    turn(a, "s1", KEYS[:2])
+    turn(b, "first", KEYS[:2])
+    turn(b, "second", KEYS[:3])
+    end(b, "first")
+    end(a, "s1")
+    assert stored(server) == [0, 1, 2]
+    end(b, "second")
+    assert server.client.keys() == []
+
+
+def test_it_outlives_it_too_where_the_replica_s_host_memory_has_lost_it(server, two):
+    _, b = two
+    turn(b, "s1", KEYS[:2])
+    b.host.clear()
+    b.touch(KEYS[:2], "s2")  # found in the engine's own cache
+    assert b.flush(PATIENCE_S)
+    end(b, "s1")
+    assert stored(server) == [0, 1]
+    end(b, "s2")
+    assert server.client.keys() == []
+
+
+def test_a_session_that_moved_is_forgotten_whole_by_the_replica_that_ends_it(server, two):
+    a, b = two
+    turn(a, "s1", KEYS[:3])
+    turn(b, "s1", KEYS[:5])
+    end(b, "s1")
+    assert server.client.keys() == []
+
+
+def test_a_block_that_many_sessions_use_is_nobodys(server, two):
+    a, b = two
+    for n in range(MAX_USERS + 2):
+        turn((a, b)[n % 2], f"s{n}", KEYS[:1])
+    [users] = server.client.keys("kv:1:users:*")
+    assert server.client.zrange(users, 0, -1) == [b"*"]
+    assert 0 < server.client.ttl(users) <= 24 * 3600
+    for n in range(MAX_USERS + 2):
+        end((a, b)[n % 2], f"s{n}")
+    assert stored(server) == [0]
+
+
+def test_what_a_session_uses_is_told_once_and_again_on_another_branch(server, two, monkeypatch):
+    _, b = two
+    told = []
+    use = ValkeyTier.use
+    monkeypatch.setattr(
+        ValkeyTier, "use", lambda self, session, keys: (told.append(len(keys)), use(self, session, keys))
+    )
+    for chain in (KEYS[:3], KEYS[:3], KEYS[:5], [*KEYS[:2], *KEYS[6:8]], KEYS[:2]):
+        b.use(chain, "s")
+    b.use([], "s")
+    b.use(KEYS[:3], "")
+    assert b.flush(PATIENCE_S)
+    assert told == [3, 2, 4, 2]
+
+
+def test_a_use_counts_as_long_as_its_block_may_live(server):
+    now = [1000.0]
+    with opened(server.url, ttl_s=100, wall=lambda: now[0]) as a, opened(server.url, ttl_s=None, name="b") as for_ever:
+        assert a.write([Write(KEYS[0], (record(0),), "s1"), Write(KEYS[1], (record(1),), "s1", 1500.0)]) == [None, None]
+        a.use("s2", KEYS[:1])
+        now[0] += 101
+        assert a.forget_session("s1", lambda _: set()) == 2, "s2 used it too long ago"
+        assert server.client.keys("kv:1:users:*") == []
+        a.use("s2", KEYS[:1])
+        for_ever.use("s3", KEYS[:1])
+        a.use("s2", KEYS[:1])
+        assert server.client.pttl(b"kv:1:users:{%s}" % name_of(KEYS[0])) == -1
+        assert 99_000 < server.client.pttl("kv:1:ns:session:s2") <= 100_000
+
+
+def test_blocks_without_users_go_with_the_session_that_wrote_them(server):
+    """As a version before wrote them."""
+    with opened(server.url) as tier:
+        server.client.set(name_of(KEYS[0]), record(0))
+        server.client.sadd("kv:1:ns:session:s1", KEYS[0])
+        assert tier.forget_session("s1", lambda _: set()) == 1
+    assert server.client.keys() == []
+
+
+def test_a_server_that_forgot_the_scripts_is_given_them_again(server, two):
+    a, b = two
+    turn(a, "s1", KEYS[:2])
+    server.client.script_flush()
+    turn(b, "s2", KEYS[:2])
+    server.client.script_flush()
+    end(a, "s1")
+    assert stored(server) == [0, 1]
+
+
+# a server in trouble
 
 
 def test_a_full_server_refuses_and_is_not_taken_for_dead(server, make):

@@ -1,7 +1,7 @@
 """Writes blocks to the tiers below host memory, in threads of its own, while their callers have long gone on.
 
 Each tier has a queue that is bounded, and as many threads as it can use at once (`Tier.writers`). Blocks may overtake
-each other, since each stands for itself; the end of a session overtakes no block and is overtaken by none.
+each other, since each stands for itself; the end of a session overtakes nothing and is overtaken by nothing.
 
 Methods that end in `_locked` are called under the store's lock, which is this one's too. Invariant: a block stays in
 its slot until every tier has had it or said why not; what is queued, made ready or being written is `pending`.
@@ -51,8 +51,17 @@ class _Outgoing:
 
 
 @dataclass(frozen=True, slots=True)
+class _Use:
+    session: str
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Forget:
     session: str
+
+
+_Item = _Outgoing | _Use | _Forget
 
 
 class WriteBehind:
@@ -73,7 +82,7 @@ class WriteBehind:
         self.inline = bool(tiers) and codec.number == Raw.number and crc() is not plain_crc
         self._lock, self._host, self._tiers, self._codec = lock, host, tiers, codec
         self._not_behind, self._queue_blocks, self._batch_blocks = not_behind, queue_blocks, batch_blocks
-        self._queues: list[deque[_Outgoing | _Forget]] = [deque() for _ in tiers]
+        self._queues: list[deque[_Item]] = [deque() for _ in tiers]
         self._pending = [0] * len(tiers)
         self._busy = [0] * len(tiers)
         """Threads of each tier that write or forget now."""
@@ -118,6 +127,16 @@ class WriteBehind:
             self._queues[number].append(_Forget(session))
             self._to_write[number].notify()
 
+    def use_locked(self, session: str, keys: Sequence[bytes]) -> bool:
+        """Queues that a session uses blocks, for shared tiers. False where one has no room."""
+        shared = [number for number, tier in enumerate(self._tiers) if tier.shared]
+        room = [number for number in self._room() if number in shared]
+        for number in room:
+            self._pending[number] += 1
+            self._queues[number].append(_Use(session, tuple(keys)))
+            self._to_write[number].notify()
+        return room == shared
+
     def drained_locked(self, timeout_s: float) -> bool:
         """Waits until nothing is pending."""
         return self._idle.wait_for(lambda: not any(self._pending), timeout_s)
@@ -158,7 +177,7 @@ class WriteBehind:
             self._queues[number].append(item)
             self._to_write[number].notify()
 
-    def _sent(self, number: int, items: Iterable[_Outgoing | _Forget]) -> None:
+    def _sent(self, number: int, items: Iterable[_Item]) -> None:
         done = []
         for item in items:
             self._pending[number] -= 1
@@ -171,7 +190,7 @@ class WriteBehind:
         if not any(self._pending):
             self._idle.notify_all()
 
-    def _unsent(self, number: int, items: Iterable[_Outgoing | _Forget]) -> None:
+    def _unsent(self, number: int, items: Iterable[_Item]) -> None:
         left = list(items)
         self._not_behind[self._tiers[number].name] += sum(isinstance(item, _Outgoing) for item in left)
         self._sent(number, left)
@@ -236,9 +255,9 @@ class WriteBehind:
                     self._sent(number, taken)
                     self._to_write[number].notify_all()
 
-    def _take(self, number: int) -> list[_Outgoing | _Forget]:
+    def _take(self, number: int) -> list[_Item]:
         """A batch of blocks, or the end of a session once no other thread writes to this tier."""
-        queue, taken = self._queues[number], list[_Outgoing | _Forget]()
+        queue, taken = self._queues[number], list[_Item]()
         if not queue or self._forgetting[number]:
             return taken
         if isinstance(queue[0], _Forget):
@@ -253,12 +272,14 @@ class WriteBehind:
         self._busy[number] += 1
         return taken
 
-    def _write(self, tier: Tier, taken: Sequence[_Outgoing | _Forget]) -> None:
+    def _write(self, tier: Tier, taken: Sequence[_Item]) -> None:
         writes: list[Write] = []
         for item in taken:
             if isinstance(item, _Forget):
                 session = item.session
                 tier.forget_session(session, lambda keys, name=session: self._host.used_elsewhere(keys, name))  # type: ignore[misc]
+            elif isinstance(item, _Use):
+                tier.use(item.session, item.keys)
             elif not item.slot.doomed:  # its session ended meanwhile
                 writes.append(Write(item.key, item.parts or self._parts(item), item.session, item.expires_s))
         if writes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvsteward.errors import ConfigError
@@ -27,6 +28,8 @@ from kvsteward.kv.blocks.record import Reason, crc, payload_crc
 from kvsteward.kv.blocks.tickets import Filling, Ticket
 from kvsteward.kv.blocks.tier import Tier
 
+MAX_TOLD = 4096
+"""Sessions of which it is known what was told; of others all is told again."""
 JOIN_S = 1.0
 """For threads that are in a call to a tier when the store is closed."""
 
@@ -78,6 +81,9 @@ class BlockStore:
         self.tiers = tuple(tiers)
         self._check_host, self._wall = check_host, wall
         self._lock = threading.Lock()
+        self._shared = any(tier.shared for tier in self.tiers)
+        self._told: OrderedDict[str, tuple[int, bytes]] = OrderedDict()
+        """Of each session how many blocks of its chain tiers were told of, and the last of them."""
         self._counts = Counts()
         self._closed = self._stopping = False
         written: Codec = codec or Raw()
@@ -119,7 +125,25 @@ class BlockStore:
     def touch(self, keys: Sequence[bytes], session: str | None = None) -> int:
         """Marks the keys, in the order of their chain, as used now and together: of them the last ones go first. Call
         it when a turn ends. Returns how many are in host memory."""
+        self.use(keys, session or "")
         return self.host.touch(keys, session or "")
+
+    def use(self, keys: Sequence[bytes], session: str) -> None:
+        """Tells tiers that others share that the session uses the blocks of this chain, wherever they lie, so that the
+        end of a session elsewhere leaves them. Costs nothing for what of a chain was told before; where a queue is full
+        it is told with the next turn."""
+        if not self._shared or not session or not keys:
+            return
+        with self._lock:
+            count, last = self._told.pop(session, (0, b""))
+            if count > len(keys) or (count and keys[count - 1] != last):  # another branch
+                count = 0
+            if count == len(keys) or (not self._closed and self._behind.use_locked(session, keys[count:])):
+                count, last = len(keys), keys[-1]
+            if count:
+                self._told[session] = (count, last)
+            while len(self._told) > MAX_TOLD:
+                self._told.popitem(last=False)
 
     def pin(self, keys: Sequence[bytes], session: str | None = None) -> Ticket:
         """Pins the first keys that are in host memory, and marks them as used. The ticket is settled at once."""
@@ -219,13 +243,15 @@ class BlockStore:
         return self.host.forget(keys)
 
     def forget_session(self, session: str) -> int:
-        """The session is over: drops its blocks that no other session used, here at once and behind in the lower tiers.
+        """The session is over: drops its blocks that no other session used, here at once and behind in the lower tiers;
+        in a tier that others share, no session of theirs either.
 
         Returns how many went in host memory. Where a tier's queue is full its blocks stay until they expire or are
         evicted.
         """
         dropped = self.host.forget_session(session)
         with self._lock:
+            self._told.pop(session, None)
             if not self._closed:
                 self._behind.forget_locked(session)
         return dropped

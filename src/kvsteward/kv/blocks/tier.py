@@ -97,6 +97,8 @@ class Tier(ABC):
     name: str
     writers: int = 1
     """Threads that may write at once: more where the other side takes several."""
+    shared: bool = False
+    """Other processes use it too, so it must be told who uses a block that is there."""
 
     @abstractmethod
     def holds(self, keys: Sequence[bytes]) -> list[bool] | Miss:
@@ -110,13 +112,18 @@ class Tier(ABC):
     def write(self, writes: Sequence[Write]) -> list[Reason | None]:
         """Keeps the records; None where it did."""
 
+    def use(self, session: str, keys: Sequence[bytes]) -> None:
+        """The session uses these blocks, whoever wrote them. A tier of one process has no need to know."""
+        return
+
     @abstractmethod
     def forget(self, keys: Sequence[bytes]) -> int:
         """Drops the blocks. Returns how many it had."""
 
     @abstractmethod
     def forget_session(self, session: str, spare: Callable[[Sequence[bytes]], set[bytes]]) -> int:
-        """Drops what the session wrote, except what `spare` picks of it. Returns how many."""
+        """Drops what the session wrote or used, except what `spare` picks of it and, in a shared tier, what sessions of
+        other processes use. Returns how many."""
 
     @abstractmethod
     def missed(self, reason: Reason) -> None:

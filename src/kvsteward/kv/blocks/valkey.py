@@ -1,11 +1,14 @@
 """Blocks in Valkey (or Redis): one value per block, header and checksum in it, so each key works on its own.
 
-    kv:1:DIGEST:GROUP:HASH                     a record, with its time to live
-    kv:1:NAMESPACE:session:ID                  set of the keys that a session wrote, with the longest of their times
+    kv:1:DIGEST:GROUP:HASH                a record, with its time to live
+    kv:1:users:{kv:1:DIGEST:GROUP:HASH}   which sessions use it (see `users`)
+    kv:1:NAMESPACE:session:ID             set of the keys that a session wrote or used, with the longest of their times
 
-Every command names one key, so a cluster works as well as a single server; commands go in pipelines. Each wait on the
-socket is bounded. A server that fails `failures` times in a row is down for a while (see `breaker`): all calls are
-misses at once, and `figures` says so.
+A session that ends takes the blocks that only it uses, whichever process wrote them.
+
+Every command names keys of one slot, so a cluster works as well as a single server; commands go in pipelines. Each wait
+on the socket is bounded. A server that fails `failures` times in a row is down for a while (see `breaker`): all calls
+are misses at once, and `figures` says so.
 
 Needs the package `valkey` (`pip install 'kvsteward[valkey]'`). Invariant: nothing that the server or the network does
 is raised, and no record is believed that its checksum does not hold.
@@ -27,14 +30,15 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from kvsteward.errors import ConfigError
+from kvsteward.kv.blocks import users
 from kvsteward.kv.blocks.breaker import Breaker
 from kvsteward.kv.blocks.fingerprint import DIGEST_BYTES, GROUP_BYTES
 from kvsteward.kv.blocks.record import HEADER_BYTES, Miss, Reason, claimed_key
 from kvsteward.kv.blocks.replies import Replies
 from kvsteward.kv.blocks.tier import Meter, Tier, TierFigures, Write
+from kvsteward.kv.blocks.users import PREFIX, Command
 
 log = logging.getLogger("kvsteward.blocks")
-PREFIX = b"kv:1:"
 MAX_SESSION_BYTES = 256
 """A longer session id is hashed in the name of its index."""
 FORGET_KEYS = 512
@@ -65,6 +69,7 @@ class ValkeyTier(Tier):
 
     writers = 2
     """One makes checksums while the other sends."""
+    shared = True
 
     def __init__(
         self,
@@ -91,7 +96,7 @@ class ValkeyTier(Tier):
         errors = valkey.exceptions
         self._errors = (errors.ValkeyError, errors.ValkeyClusterException, OSError)
         self._timeouts = (errors.TimeoutError, TimeoutError)
-        self._no_memory = errors.OutOfMemoryError
+        self._no_memory, self._no_script = errors.OutOfMemoryError, errors.NoScriptError
         settings: dict[str, Any] = {
             "socket_timeout": timeout_s,
             "socket_connect_timeout": connect_timeout_s,
@@ -122,8 +127,21 @@ class ValkeyTier(Tier):
         settings |= {"cluster_error_retry_attempts": 1}
         self._connect: Callable[[], Any] = lambda: valkey.ValkeyCluster.from_url(url, **settings)
 
-    def _run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any] | Miss:
+    def _run(self, commands: Sequence[Command]) -> list[Any] | Miss:
         """The answers, an error answer among them as an exception; Miss where the server could not be asked."""
+        answers = self._sent(commands)
+        if isinstance(answers, Miss):
+            return answers
+        unknown = [n for n, answer in enumerate(answers) if isinstance(answer, self._no_script)]
+        if unknown:  # the server is new, or has forgotten them: nothing was done
+            again = self._sent([users.with_text(commands[n]) for n in unknown])
+            if isinstance(again, Miss):
+                return again
+            for n, answer in zip(unknown, again, strict=True):
+                answers[n] = answer
+        return answers
+
+    def _sent(self, commands: Sequence[Command]) -> list[Any] | Miss:
         if not self._breaker.allows(self._clock()):
             return Miss(Reason.DOWN)
         try:
@@ -187,15 +205,11 @@ class ValkeyTier(Tier):
         for write in writes:
             if write.session:
                 members.setdefault(write.session, []).append(write)
-        index: list[tuple[Any, ...]] = []
+        index: list[Command] = []
         for session, its in members.items():
-            name = self._index(session)
-            index.append(("SADD", name, *(write.key for write in its)))
             longest_ms = [self._ttl_ms(write.expires_s, now_s) for write in its] + [self._ttl_ms(0.0, now_s)]
-            if None not in longest_ms:
-                index.append(("PEXPIRE", name, max(ms for ms in longest_ms if ms is not None)))
-            else:
-                index.append(("PERSIST", name))
+            ttl_ms = None if None in longest_ms else max(ms for ms in longest_ms if ms is not None)
+            index += self._used(session, [write.key for write in its], ttl_ms, now_s)
         sets: list[tuple[Any, ...]] = []
         for write in writes:
             ttl_ms = self._ttl_ms(write.expires_s, now_s)
@@ -242,12 +256,32 @@ class ValkeyTier(Tier):
             dropped += sum(answer == 1 for answer in answers)
         return dropped
 
+    def use(self, session: str, keys: Sequence[bytes]) -> None:
+        now_s = self._wall()
+        ttl_ms = self._ttl_ms(0.0, now_s)
+        for start in range(0, len(keys), FORGET_KEYS):
+            page = keys[start : start + FORGET_KEYS]
+            if isinstance(self._run(self._used(session, page, ttl_ms, now_s)), Miss):
+                break
+
+    def _used(self, session: str, keys: Sequence[bytes], ttl_ms: int | None, now_s: float) -> list[Command]:
+        """Commands that list the blocks for their session, and the session for each block."""
+        uses = (users.use(name_of(key), session, now_s=now_s, ttl_ms=ttl_ms) for key in keys)
+        return [users.listed(self._index(session), keys, ttl_ms=ttl_ms), *uses]
+
     def forget_session(self, session: str, spare: Callable[[Sequence[bytes]], set[bytes]]) -> int:
         answers = self._run([("SMEMBERS", self._index(session))])
         if isinstance(answers, Miss) or isinstance(answers[0], Exception):
             return 0
-        keys = list(answers[0])
-        dropped = self.forget(sorted(set(keys) - spare(keys)))
+        keys, dropped = sorted(answers[0]), 0
+        spared = spare(keys)
+        for start in range(0, len(keys), FORGET_KEYS):
+            page = [(name_of(key), key in spared) for key in keys[start : start + FORGET_KEYS]]
+            leave = (users.leave(name, session, now_s=self._wall(), spared=spared) for name, spared in page)
+            done = self._run(list(leave))
+            if isinstance(done, Miss):
+                return dropped
+            dropped += sum(answer == 1 for answer, (_, spared) in zip(done, page, strict=True) if not spared)
         self._run([("UNLINK", self._index(session))])
         return dropped
 

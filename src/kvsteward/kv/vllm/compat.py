@@ -130,11 +130,9 @@ def connector_metrics(client: Any) -> Any:
     return next((prom.prom_metrics for prom in proms if prom.prom_metrics is not None), None)
 
 
-def forget_metrics(prefix: str) -> None:
-    """Takes our metrics of an engine before this one out of the registry, as vLLM does with its own."""
-    for collector in list(REGISTRY._collector_to_names):
-        if str(getattr(collector, "_name", "")).startswith(prefix):
-            REGISTRY.unregister(collector)
+def metric_named(name: str) -> Any:
+    """The metric of this name that is in the registry of vLLM's page, or None."""
+    return REGISTRY._names_to_collectors.get(name)
 
 
 def api_keys(args: Any) -> list[str]:
@@ -225,6 +223,11 @@ def _packing(layer: Any) -> str:
     backend = getattr(layer, "attn_backend", None)
     name = backend.get_name() if backend is not None else type(layer).__name__
     return f"{name}/{getattr(layer, 'isa', '')}"
+
+
+def data_parallel_rank(config: Any) -> int:
+    """The engine's among its data-parallel ones; for dense models, too, whose rank vLLM sets to 0."""
+    return int(config.parallel_config.data_parallel_index)
 
 
 def rank() -> tuple[int, int]:

@@ -75,7 +75,7 @@ class KVStewardConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type
         self._figures_at = -FIGURES_EVERY_S
         self._pool: Any = None
         self._steward: Steward | None = None
-        self._learned = Learned(self._options.learned_path, time.monotonic())
+        self._learned = Learned(self._options.learned_path, time.monotonic(), compat.data_parallel_rank(vllm_config))
         self._told: dict[str, Told] = {}
         self._matched = ("", 0)
         """The request that is being scheduled, and how many of its tokens the pool has."""

@@ -194,7 +194,8 @@ class Loads:
         full = min(request.num_computed_tokens // self._block_tokens, len(block_ids))
         self._next.late += self._save(turn, full, block_ids)
         keys = self._keys(turn)[:full]
-        self._later(lambda: self._store.touch(keys, turn.session))
+        touch = self._store.host.touch if turn.ttl_s == 0 else self._store.touch  # of what is not kept nobody is told
+        self._later(lambda: touch(keys, turn.session))
 
     def forget(self, session: str) -> None:
         """The session is over, no turn of it runs."""
@@ -321,6 +322,9 @@ class Loads:
             self._tried_s = turn.asked_s
         within_s = min(self._within_s, decision.recompute_s) if fetch else 0.0
         turn.ticket = self._store.stage(keys, within_s, turn.session, lower=fetch)
+        if self._lower and turn.ttl_s != 0:
+            chain = list(self._keys(turn))
+            self._later(lambda: self._store.use(chain, turn.session))
         turn.staged = True
 
     def _heard(self, turn: _Turn, there: int) -> None:

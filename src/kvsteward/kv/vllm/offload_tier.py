@@ -298,10 +298,13 @@ class KVStewardValkeyTier(compat_offload.SecondaryTierManager):  # type: ignore[
 
     def _load(self, job: _Job, names: Sequence[bytes], chunks: Sequence[int]) -> list[bool]:
         answers = self._tier.read(names, [NO_ROOM] * len(names))
-        return [
+        good = [
             self._unpack(name, answer, self._chunk(number))
             for name, answer, number in zip(names, answers, chunks, strict=True)
         ]
+        if job.session and any(good):
+            self._tier.use(job.session, [name for name, ok in zip(names, good, strict=True) if ok])
+        return good
 
     def _unpack(self, name: bytes, answer: memoryview | Miss, chunk: memoryview) -> bool:
         record = answer if isinstance(answer, Miss) else decode(answer, name, now_s=time.time())

@@ -7,6 +7,7 @@ StoreUnavailableError where to wait may help); no password stands in a message.
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,11 @@ from valkey import exceptions
 
 from kvsteward.errors import ConfigError, StoreError, StoreUnavailableError
 
+log = logging.getLogger("kvsteward")
+
 Command = tuple[Any, ...]
 
+_MIN_VERSION = (7,)
 _OURS = {"redis": "valkey", "rediss": "valkeys"}
 
 _AWAY = (
@@ -139,3 +143,29 @@ class Link:
 
     def _away(self, why: str) -> StoreUnavailableError:
         return StoreUnavailableError(f"the session store {self.place} cannot be reached: {why}", retry_after_s=1.0)
+
+
+def check_server(link: Link) -> None:
+    """Raises ConfigError for a server that is too old or may throw logs away; says so where it keeps no file."""
+    link.ask("PING")
+    if link.cluster:
+        return
+    try:
+        info = link.ask("INFO")
+    except StoreUnavailableError:
+        raise
+    except StoreError as error:  # a user who may not ask
+        log.info("the settings of %s are not known: %s", link.place, error.message)
+        return
+    version = str(info.get("redis_version", "7"))
+    if tuple(int(part) for part in version.split(".")[:1] if part.isdigit()) < _MIN_VERSION:
+        raise ConfigError(f"{link.place} speaks version {version}", hint="Use Valkey 7.2 or later.", param="store")
+    policy = str(info.get("maxmemory_policy", "noeviction"))
+    if info.get("maxmemory") and policy.startswith("allkeys"):
+        raise ConfigError(
+            f"{link.place} throws keys away when its memory is full (maxmemory-policy {policy})",
+            hint="Set maxmemory-policy noeviction: no log may be lost.",
+            param="store",
+        )
+    if not info.get("aof_enabled"):
+        log.warning("%s has no append-only file: a crash of it loses logs; set appendonly yes", link.place)

@@ -1,24 +1,20 @@
-"""Reads what stands in the server: rows, pages of logs, and what the indexes say, checked at the sessions.
+"""Reads what stands in the server: rows of sessions, their lists and hashes in pages.
 
-Knows the layout of `rows`. It writes nothing, but that it takes out of an index who holds an entry no more. Invariant:
-every answer of the server is bounded by a page, in entries and in bytes (one message may be longer).
+Knows the layout of `rows`. It writes nothing. Invariant: every answer of the server is bounded by a page, in entries
+and in bytes (one message may be longer).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvsteward.errors import CorruptLogError, NotFoundError
-from kvsteward.sessions import chain
-from kvsteward.sessions.base import Entry, Found, Session
-from kvsteward.sessions.blobs import mend
+from kvsteward.errors import NotFoundError
+from kvsteward.sessions.base import Session
 from kvsteward.sessions.valkey import rows as rows
-from kvsteward.sessions.valkey import scripts as scripts
 from kvsteward.sessions.valkey.link import Command, Link
-from kvsteward.sessions.valkey.rows import Holder, Keys, Meta
+from kvsteward.sessions.valkey.rows import Keys, Meta
 
 T = TypeVar("T")
 
@@ -95,81 +91,6 @@ class Reader:
             if not int(cursor):
                 return
 
-    def members(self, names: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
-        """Pages of members of sets, each with the name of its set."""
-        left: list[tuple[bytes, Any]] = [(name, 0) for name in names]
-        while left:
-            answers = self._link.ask_all([("SSCAN", name, cursor, "COUNT", PAGE) for name, cursor in left])
-            yield [(name, m) for (name, _), (_, members) in zip(left, answers, strict=True) for m in members]
-            left = [(name, cursor) for (name, _), (cursor, _) in zip(left, answers, strict=True) if int(cursor)]
-
-    def find_all(self, hashes: Sequence[str]) -> list[Found]:
-        found: list[Found] = []
-        for members in self.members([rows.entry_key(hash_) for hash_ in hashes]):
-            holders = [
-                (name, holder)
-                for name, member in members
-                if (holder := rows.holder_of(member)) and rows.entry_key(holder.hash) == name
-            ]
-            for page in pages(holders):
-                found += self.held(page)
-        return list({(one.hash, one.session_id): one for one in found}.values())
-
-    def held(self, holders: Sequence[tuple[bytes, Holder]], tenant: str | None = None) -> list[Found]:
-        """Those of an index's holders that do hold the entry. Those of a session that is no more leave the index."""
-        ids = {holder.session_id: Keys(holder.session_id) for _, holder in holders}
-        commands: list[Command] = [life_command(keys) for keys in ids.values()]
-        for _, holder in holders:
-            commands.append(("HEXISTS", ids[holder.session_id][rows.ENTRIES], rows.text(holder.hash)))
-        answers = self._link.ask_all(commands)
-        lives = {id_: life_of(id_, row) for id_, row in zip(ids, answers, strict=False)}
-        found: list[Found] = []
-        gone: list[Command] = []
-        for (name, holder), holds in zip(holders, answers[len(ids) :], strict=True):
-            life = lives[holder.session_id]
-            if life.uid != holder.uid:  # a uid stands before its first holder, and never comes back
-                gone.append(("SREM", name, holder.member()))
-            elif life.session is not None and holds and tenant in {None, life.session.tenant}:
-                session = life.session
-                found.append(Found(session.id, holder.hash, session.head == holder.hash, session.last_used_s))
-        self._link.ask_all(gone)
-        return found
-
-    def find_in(self, session_id: str, hashes: Sequence[str]) -> list[Found]:
-        life, depths = self.read(Keys(session_id), session_id, hashes)
-        session = life.session
-        if session is None:
-            return []
-        return [
-            Found(session_id, hash_, session.head == hash_, session.last_used_s)
-            for hash_ in hashes
-            if depths(hash_) is not None
-        ]
-
-    def walk(self, keys: Keys, session: Session, head: str, *, unknown_is_empty: bool = False) -> list[Meta]:
-        """From the first message to `head`. Raises NotFoundError for an unknown head, CorruptLogError where the chain
-        does not reach its first message."""
-        path: list[Meta] = []
-        at = head
-        while not chain.is_start(session, at):
-            found = self._link.run(scripts.WALK, [keys[rows.ENTRIES]], [rows.text(at), PAGE])
-            if not found and not path:
-                if unknown_is_empty:
-                    return []
-                raise NotFoundError(f"session {session.id!r} has no entry {head!r}")
-            for name, value in zip(found[::2], found[1::2], strict=True):
-                meta = rows.decode_meta(rows.string(name), value)
-                if path and meta.depth != path[-1].depth - 1:  # it falls by one at each step, so the walk ends
-                    raise _broken(session, head)
-                path.append(meta)
-            if not found:
-                raise _broken(session, head)
-            at = path[-1].parent
-        if path and path[-1].depth != 1:
-            raise _broken(session, head)
-        path.reverse()
-        return path
-
     def orders(self, keys: Keys) -> Iterator[Sequence[bytes]]:
         """The names of all entries as they came, in pages."""
         yield from _full_pages(lambda at: self._link.ask("LRANGE", keys[rows.ORDER], at, at + PAGE - 1))
@@ -189,35 +110,24 @@ class Reader:
         values = zip(names, self.values(keys[rows.ENTRIES], names), strict=True)
         return [rows.decode_meta(rows.string(name), value) for name, value in values if value is not None]
 
-    def lefts(self, keys: Keys, session: Session, metas: Sequence[Meta]) -> list[bytes]:
+    def lefts(self, keys: Keys, session_id: str, metas: Sequence[Meta]) -> list[bytes]:
         """The stored bytes of a page. Raises NotFoundError if the session was wiped meanwhile."""
-        lefts = self.values(keys[rows.RAW], [rows.text(meta.hash) for meta in metas])
+        return self.bodies(keys, session_id, metas, blobs=False)[0]
+
+    def bodies(
+        self, keys: Keys, session_id: str, metas: Sequence[Meta], *, blobs: bool = True
+    ) -> tuple[list[bytes], dict[str, bytes]]:
+        """As `lefts`, and the data URLs that belong there by their hashes, in one round trip."""
+        names = list(dict.fromkeys(hash_ for meta in metas for _, hash_ in meta.places)) if blobs else []
+        commands: list[Command] = [("HMGET", keys[rows.RAW], *(rows.text(meta.hash) for meta in metas))]
+        if names:
+            commands.append(("HMGET", keys[rows.BLOBS], *map(rows.text, names)))
+        lefts, *found = self._link.ask_all(commands)
         if None in lefts:
-            self.session(session.id)
-        return [left or b"" for left in lefts]
-
-    def blobs(self, keys: Keys, metas: Sequence[Meta]) -> dict[str, bytes]:
-        names = list(dict.fromkeys(hash_ for meta in metas for _, hash_ in meta.places))
-        values = self.values(keys[rows.BLOBS], [rows.text(name) for name in names])
-        return {name: value for name, value in zip(names, values, strict=True) if value is not None}
-
-    def entries(self, keys: Keys, session: Session, metas: Sequence[Meta]) -> Iterator[Entry]:
-        for page in sized(metas):
-            lefts, blobs = self.lefts(keys, session, page), self.blobs(keys, page)
-            for meta, left in zip(page, lefts, strict=True):
-                yield meta.entry(mend(left, meta.places, blobs.get))
-
-    def log(self, keys: Keys, session: Session) -> Iterator[tuple[int, Meta, bytes]]:
-        """All messages as they came, without their data URLs; each with its place in the log."""
-        place = itertools.count()
-        for names in self.orders(keys):
-            for page in sized(self.metas(keys, names)):
-                for meta, left in zip(page, self.lefts(keys, session, page), strict=True):
-                    yield next(place), meta, left
-
-    def newest(self, keys: Keys, session: Session, found: list[tuple[float, int, Meta]], limit: int) -> Sequence[Entry]:
-        newest = sorted(found, key=lambda one: one[:2])[: max(limit, 0)]
-        return list(self.entries(keys, session, [meta for _, _, meta in newest]))
+            self.session(session_id)
+        return [left or b"" for left in lefts], {
+            name: value for name, value in zip(names, found[0] if found else (), strict=True) if value is not None
+        }
 
     def drafts(self, keys: Keys, session_id: str) -> Iterator[rows.Draft]:
         names = self._link.ask("HKEYS", keys[rows.DRAFTS])
@@ -271,7 +181,3 @@ def sized(metas: Sequence[Meta]) -> Iterator[Sequence[Meta]]:
         size += its
     if page:
         yield page
-
-
-def _broken(session: Session, head: str) -> CorruptLogError:
-    return CorruptLogError(f"session {session.id}: the chain of {head} does not reach its first message")

@@ -38,6 +38,8 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
+import orjson
+
 from kvsteward.errors import CorruptLogError
 from kvsteward.sessions.base import Decision, Entry, Session
 from kvsteward.sessions.blobs import Place
@@ -168,7 +170,7 @@ def encode_meta(meta: Meta) -> bytes:
 def decode_meta(hash_: str, value: bytes) -> Meta:
     """Raises CorruptLogError for what was not written by `encode_meta`."""
     try:
-        parent, depth, source, created_s, tokens, finish, response_id, body, places, size = json.loads(value)
+        parent, depth, source, created_s, tokens, finish, response_id, body, places, size = _load(value)
         found = tuple((int(offset), str(blob)) for offset, blob in places)
         return Meta(
             hash_, str(parent), int(depth), source, float(created_s), int(tokens), finish, response_id, str(body),
@@ -194,6 +196,11 @@ def decode_session(session_id: str, value: bytes) -> Session:
 def encode_bounds(session: Session) -> bytes:
     """Where a session stands in the indexes of use and of what is due."""
     return _dump([session.last_used_s, session.last_used_s + session.ttl_s])
+
+
+def hidden(session: Session) -> tuple[Any, ...]:
+    """Of a row that is not seen: what is needed to take it away."""
+    return ("t", text(session.tenant), "b", encode_bounds(session))
 
 
 def decode_bounds(session_id: str, value: bytes | None) -> tuple[float, float]:
@@ -253,6 +260,14 @@ def decode_draft(session_id: str, turn_id: bytes, value: bytes) -> Draft:
         return Draft(turn_id, int(number), str(owner), str(parent), said)
     except (ValueError, TypeError) as error:
         raise CorruptLogError(f"session {session_id}: a draft cannot be read") from error
+
+
+def _load(value: bytes) -> Any:
+    """orjson is faster, and does not read all that `_dump` writes."""
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return json.loads(value)
 
 
 def _dump(value: Any) -> bytes:

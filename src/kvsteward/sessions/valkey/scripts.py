@@ -40,18 +40,77 @@ redis.call('HSET', KEYS[3], ARGV[1], number .. ' ' .. ARGV[3] .. '\\n' .. ARGV[4
 return 1
 """)
 
-WALK = Script("""#!lua flags=no-writes
--- KEYS: entries. ARGV: an entry, how many steps. Entries, and what stands beside each, from there to the first message.
-local found, at = {}, ARGV[1]
+_PACKED = """
+local parts, lengths = {}, {}
+local function keep(part) parts[#parts + 1], lengths[#lengths + 1] = part, #part end
+local function packed() return table.concat(lengths, ' '), table.concat(parts) end
+"""
+"""Short parts of an answer are joined, their lengths beside them (see `unpacked`): a client takes one string apart much
+faster than thousands. Not for messages: to join long strings costs the server more than it saves."""
+
+WALK = Script(f"""#!lua flags=no-writes
+-- KEYS: row, entries. ARGV: an entry, most steps. From there to the first message, packed: each entry, and what stands
+-- beside it. Nil: no such session.
+if redis.call('HEXISTS', KEYS[1], 's') == 0 then return false end
+{_PACKED}
+local at = ARGV[1]
 for _ = 1, tonumber(ARGV[2]) do
-  local meta = redis.call('HGET', KEYS[1], at)
+  local meta = redis.call('HGET', KEYS[2], at)
   if not meta then break end
-  found[#found + 1] = at
-  found[#found + 1] = meta
+  keep(at)
+  keep(meta)
   at = string.match(meta, '^%["([^"\\\\]*)"')
   if not at then break end
 end
-return found
+return {{packed()}}
+""")
+
+LOG = Script(f"""#!lua flags=no-writes
+-- KEYS: row, entries, order. ARGV: a place, most entries. From that place on as they came: the next place (-1: that was
+-- all), then packed: each entry, and what stands beside it. Nil: no such session.
+if redis.call('HEXISTS', KEYS[1], 's') == 0 then return false end
+{_PACKED}
+local at, count = tonumber(ARGV[1]), tonumber(ARGV[2])
+local names = redis.call('LRANGE', KEYS[3], at, at + count - 1)
+for _, name in ipairs(names) do
+  local meta = redis.call('HGET', KEYS[2], name)
+  if meta then
+    keep(name)
+    keep(meta)
+  end
+end
+return {{#names < count and -1 or at + count, packed()}}
+""")
+
+SEARCH = Script(f"""#!lua flags=no-writes
+-- KEYS: row, entries, order, raw. ARGV: a place, most entries, most bytes that are looked at, then texts. From that
+-- place on as they came: the next place (-1: that was all), then, of each message that holds one of the texts, packed:
+-- its place, the entry, what stands beside it. Nil: no such session.
+if redis.call('HEXISTS', KEYS[1], 's') == 0 then return false end
+{_PACKED}
+local at, count, most, seen = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), 0
+local names = redis.call('LRANGE', KEYS[3], at, at + count - 1)
+local after = #names < count and -1 or at + count
+for read, name in ipairs(names) do
+  local raw = redis.call('HGET', KEYS[4], name) or ''
+  for text = 4, #ARGV do
+    if string.find(raw, ARGV[text], 1, true) then
+      local meta = redis.call('HGET', KEYS[2], name)
+      if meta then
+        keep(tostring(at + read - 1))
+        keep(name)
+        keep(meta)
+      end
+      break
+    end
+  end
+  seen = seen + #raw
+  if seen > most and read < #names then
+    after = at + read
+    break
+  end
+end
+return {{after, packed()}}
 """)
 
 VECTORS = Script("""#!lua
@@ -83,3 +142,13 @@ class Changes:
         """One command, or several where the arguments are many. Their number is even, or each stands for itself."""
         for start in range(0, len(arguments), _CHUNK):
             self.add(name, key, *arguments[start : start + _CHUNK])
+
+
+def unpacked(lengths: bytes, parts: bytes) -> list[bytes]:
+    """The parts of a packed answer."""
+    found: list[bytes] = []
+    at = 0
+    for length in map(int, lengths.split()):
+        found.append(parts[at : at + length])
+        at += length
+    return found
