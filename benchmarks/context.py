@@ -24,9 +24,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import json
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from _facts import SHARED, definition
 from _frontier import frontier
 from _reducers import BUDGETLESS, REDUCERS, Absent, Ask, Length, Message, Messages, Reducer, text_of
 from kvsteward.context.layout import Item, View
@@ -43,22 +42,9 @@ from kvsteward.context.pipeline import Arrival, Count, Summarise, prepare
 from kvsteward.context.tokens import Estimator
 from kvsteward.wire.fingerprint import link, root
 
-SHARED = Path(__file__).resolve().parents[1] / ".." / "shared"
 LONG_TOKENS = 8_000
 DEFAULT = ("kvsteward", *(name for name in REDUCERS if name != "headroom-default"))
 CountTokens = Callable[[str], int]
-
-
-def definition() -> ModuleType:
-    """The definition of a fact. Ends the program with a clear message where the data is absent."""
-    path = SHARED / "tools" / "context_facts.py"
-    if not path.exists():
-        sys.exit(f"no recorded conversations: {path} is absent; they lie beside the repository in ../shared")
-    spec = importlib.util.spec_from_file_location("context_facts", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def tokenizer() -> tuple[CountTokens, str]:

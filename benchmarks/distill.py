@@ -23,12 +23,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from _facts import SHARED, definition
 from kvsteward.context.distill.base import CountTokens, Hints
 from kvsteward.context.distill.meter import pieces
 from kvsteward.context.distill.registry import distil
 from kvsteward.context.tokens import Estimator
 
-SHARED = Path(__file__).resolve().parents[1] / ".." / "shared"
 MIN_TOKENS = 1_500
 MIN_CHARS = 3_000
 
@@ -240,8 +240,7 @@ def main() -> None:
         if options.json:
             print(json.dumps({"huge": timed}))
         return
-    sys.path.insert(0, str(SHARED / "tools"))
-    facts = importlib.import_module("context_facts")
+    facts = definition()
     count, how = counter()
     found = outputs(facts, count, options.quick)
     results = [measure(found, int(limit), count, facts, options.missed) for limit in options.limits.split(",")]

@@ -25,20 +25,18 @@ import contextlib
 import json
 import os
 import shlex
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from _serving import end_when_told, free_url, process
 from kvsteward.lab.demo.base import Message, Script
 from kvsteward.lab.demo.client import Client
 from kvsteward.lab.demo.recorded import recorded_session
@@ -80,37 +78,6 @@ class Played:
     costs: list[Cost] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     wall_s: float = 0.0
-
-
-@contextlib.contextmanager
-def process(command: Sequence[str], log: Path, url: str, limit_s: float, **env: str) -> Iterator[None]:
-    """A child that serves at `url` while the block lasts, and not longer if we are told to end."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with log.open("wb") as out:
-        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env})
-    try:
-        deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline and child.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
-                break
-            time.sleep(0.3)
-        else:
-            sys.exit(f"{url} did not come up:\n{log.read_text(errors='replace')[-4000:]}")
-        yield
-    finally:
-        child.send_signal(signal.SIGTERM)
-        try:
-            child.wait(30)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-
-
-def free_url() -> tuple[str, int]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    return f"http://127.0.0.1:{port}", port
 
 
 @contextlib.contextmanager
@@ -247,6 +214,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="40 turns in 2,048 tokens")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     args = parser.parse_args()
+    end_when_told()
     if args.quick:
         args.turns, args.budget = 40, 2_048
     with tempfile.TemporaryDirectory(prefix="kvsteward-share-") as name:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib.util
 import json
 import re
 import socket
@@ -38,6 +37,7 @@ from typing import Any
 
 import orjson
 
+from _facts import SHARED, definition
 from kvsteward.context.recall import Ask
 from kvsteward.engines.embedded import default_model
 from kvsteward.engines.embeddings import EmbeddingOptions
@@ -49,7 +49,6 @@ from kvsteward.sessions import Entry, Session, open_store
 from kvsteward.sessions.words import searched_text
 from kvsteward.wire import fingerprint
 
-SHARED = Path(__file__).resolve().parents[1] / ".." / "shared"
 SERVER = Path(__file__).resolve().parents[1] / "tests" / "e2e" / "embeddings_server.py"
 TURNS, FACTS = 24, 5
 """Of one conversation, and of one turn."""
@@ -71,17 +70,6 @@ class Conversation:
     id: str
     entries: tuple[Entry, ...]
     questions: tuple[Question, ...]
-
-
-def definition() -> ModuleType:
-    path = SHARED / "tools" / "context_facts.py"
-    if not path.exists():
-        sys.exit(f"no recorded conversations: {path} is absent; they lie beside the repository in ../shared")
-    spec = importlib.util.spec_from_file_location("context_facts", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def conversations(count: int, most_chars: int) -> list[Conversation]:

@@ -12,18 +12,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
-import signal
-import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from _serving import free_url, process
 from retention_sim import LRU, Oracle, Request, replay
 
 SRC = Path(__file__).resolve().parents[1] / "src"
@@ -67,9 +64,7 @@ def server(
 ) -> Iterator[str]:
     """A vLLM server's URL; with the connector if there are `options` for it. `path`: its PYTHONPATH;
     `more`: arguments; `children` gets its process."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    url, port = free_url()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "smol"]
     command += ["--max-model-len", str(context_tokens), "--enforce-eager", "--block-size", str(BLOCK_TOKENS)]
     command += ["--num-gpu-blocks-override", str(blocks), "--enable-prompt-tokens-details"]
@@ -79,34 +74,14 @@ def server(
         if options is not None
         else []
     )
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     # With a connector vLLM on the CPU keeps one core more free; of two cores none is left, and then it takes both for
     # its kernels and fights with its own scheduler. So that kinds differ by the connector alone, all get the same.
     env |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1", "PYTHONPATH": path, **more_env}
-    with log.open("wb") as out:
-        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
-    if children is not None:
-        children.append(child)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _until_up(url, child, log)
+    with process(command, log, url, 480, **env) as child:
+        if children is not None:
+            children.append(child)
         yield url
-    finally:
-        child.send_signal(signal.SIGTERM)
-        try:
-            child.wait(30)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-
-
-def _until_up(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 480
-    while time.monotonic() < deadline and child.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
-            return
-        time.sleep(0.5)
-    sys.exit(f"vLLM did not come up:\n{log.read_text(errors='replace')[-4000:]}")
 
 
 def chat(url: str, session: str, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:

@@ -18,13 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from _serving import end_when_told, free_url, process
 from kvsteward.context.distill.base import Hints
 from kvsteward.context.distill.registry import distil
 from kvsteward.context.selective import Pieces, Selected, select
 from kvsteward.context.tokens import Estimator
 from kvsteward.engines.http import HttpOptions
 from kvsteward.engines.vllm import VllmEngine
-from prefix_share import free_url, process
 
 TEXTS = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "texts"
 PLANTED = (
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="six passages in place of 24")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     args = parser.parse_args()
+    end_when_told()
     texts = passages(6 if args.quick else 24, 8_000)
     with tempfile.TemporaryDirectory(prefix="kvsteward-selective-") as name:
         url, port = free_url()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvsteward.context import block, summary
 from kvsteward.context.block import Leaving, condense
-from kvsteward.context.layout import Epoch, Item, View, derive
+from kvsteward.context.layout import Epoch, Item, Verdict, View, derive
+from kvsteward.context.lines import extract
 from kvsteward.context.marks import Policy
-from kvsteward.context.pipeline import Summarise, decode_epoch, encode_epoch
+from kvsteward.context.pipeline import Arrival, Summarise, decode_epoch, encode_epoch, prepare
+from kvsteward.context.summary import Sources
 from kvsteward.context.tokens import Estimator
 
 SYSTEM = {"role": "system", "content": "You are a careful clerk. Never guess an id."}
@@ -163,3 +167,96 @@ def test_random_sessions_are_appended_to_or_written_anew(session, turns, budget)
             assert prepared.epoch.sections in {0, 1 + (last.epoch.sections if last else -1)}
             last = prepared.view
         chat.answer(said(answer))
+
+
+def item(number: int, text: str) -> Item:
+    return Item(f"{number:032x}", number, said(text), 50, 50)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("- [ ] read the ledger\n- [ ] write the report", ""),
+        ("My to-do list:\n- [x] read the ledger\n\n1. [ ] write the report\nThe ledger has a gap.", "The ledger has a gap."),
+        ("This is what is left before the release:\n\n- [ ] write the report", ""),
+        ("The ledger is read now.\n- [x] read the ledger\n- [ ] write the report", "The ledger is read now."),
+        ("Here is the plan:\n1. Read the ledger.\n   All of it.\n2. Write it up.\nI begin with March.", "I begin with March."),
+        ("There are three rivers:\n1. The Rhine is long.\n2. The Elbe is wide.", "There are three rivers:"),
+        ("* [a link](https://x.example) to the ledger", "* [a link](https://x.example) to the ledger"),
+    ],
+)  # fmt: skip
+def test_a_checklist_says_nothing_in_the_extractive_summary(text, line):
+    made = extract("", [item(1, text)], 400, Estimator())
+    assert made == (f"- {line}" if line else "")
+
+
+def test_a_checklist_line_of_an_earlier_summary_is_not_carried_on():
+    earlier = "- - [ ] read the ledger\n- The ledger has a gap.\n- [x] write the report"
+    made = extract(earlier, [item(1, "March is done as well.")], 400, Estimator())
+    assert made == "- The ledger has a gap.\n- March is done as well."
+
+
+def test_of_checklists_the_newest_alone_is_in_view_and_not_as_a_summary(session):
+    chat = session(4096, EXTRACTIVE)
+    chat.say(SYSTEM)
+    shown, newest = [], ""
+    for number in range(60):
+        prepared = chat.say(user(f"What about branch {number}? " + "It is one of many. " * 12))
+        if prepared.epoch:
+            shown.append((prepared.view, newest))
+        months = (f"- [{'x' if month < number % 12 else ' '}] close the books of month {month}" for month in range(12))
+        newest = "\n".join(months)
+        chat.answer(said(f"{newest}\nBranch {number} has {number * 137} entries."))
+    assert len(shown) > 3
+    for view, newest in shown:
+        assert "entries." in view.epoch.summary
+        assert "close the books" not in view.epoch.summary
+        assert newest in "\n".join(str(message["content"]) for message in view.render())
+
+
+class Counting(Sources):
+    """Counts how often the texts of a view are read, and how often each line is looked up in them."""
+
+    read = 0
+    lines: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        Counting.read += 1
+
+    def has_all_of(self, line: str) -> bool:
+        Counting.lines[line] += 1
+        return super().has_all_of(line)
+
+
+@pytest.mark.parametrize(("passes", "forms"), [(1, 2), (2, 3)], ids=["one pass", "a second, stricter pass"])
+def test_a_draft_is_held_against_its_sources_once(session, monkeypatch, passes, forms):
+    """Each pass tries a block that is written anew, and the first, which has the room for it, a section."""
+    tried: list[Verdict] = []
+    verify = block.verify
+    monkeypatch.setattr(block, "verify", lambda *given, **named: tried.append(verify(*given, **named)) or tried[-1])
+    monkeypatch.setattr(summary, "Sources", Counting)
+    chat = session(4096, summary=json.dumps({"facts": ["The parcels go to Oslo.", "Order W0000001 is on its way."]}))
+    worked(chat, 1)
+    while chat.draft is None:
+        chat.say(user("What about the others? " * 12))
+        chat.answer(said("They are on their way. " * 6))
+    marks = chat.policy.marks(4096, None)
+    arrival = Arrival("f" * 32, chat.depth + 1, user("And now?"))
+    questions = prepare(
+        *(chat.view, [arrival]), tools=None, known_for="model", marks=marks, policy=chat.policy, estimator=Estimator(),
+        draft=chat.draft, force=True,
+    )  # fmt: skip
+    tried.clear()
+    Counting.read, Counting.lines = 0, Counter()
+    counts = iter([marks.high + 1, *[marks.high + 1] * (passes - 1), marks.low])
+    reply: Any = None
+    with pytest.raises(StopIteration) as stop:
+        while True:
+            questions.send(reply)
+            reply = next(counts)
+    assert stop.value.value.epoch.judged.lines == 2
+    assert len(tried) == forms
+    assert Counting.read == 1
+    assert set(Counting.lines.values()) == {1}
+    assert Counting.lines["Order W0000001 is on its way."] == 1

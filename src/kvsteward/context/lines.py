@@ -13,6 +13,7 @@ import orjson
 
 from kvsteward.context.layout import HASH_CHARS, Fact, Item, Stub
 from kvsteward.context.memory import stands_in, values
+from kvsteward.context.plan import is_list_item, without_lists
 from kvsteward.context.tokens import Estimator
 from kvsteward.wire.chat import image_marks
 
@@ -91,10 +92,11 @@ def middle_cut(text: str, chars: int) -> str:
 
 def extract(earlier: str, dropped: Sequence[Item], room: int, estimator: Estimator, shown: str = "") -> str:
     """The extractive summary: the first sentence of what the assistant said, each once and none that is `shown`. If not
-    all fit, those with values are kept first, the newest of them."""
-    lines = [line for line in earlier.splitlines() if line.strip()]
+    all fit, those with values are kept first, the newest of them. Checklists are left to the Plan, which has the newest
+    as a whole: a line of an old one would read as if it still held."""
+    lines = [line for line in earlier.splitlines() if line.strip() and not _is_listed(line)]
     for item in dropped:
-        if item.role == "assistant" and (first := _first_sentence(item.text)):
+        if item.role == "assistant" and (first := _first_sentence(without_lists(item.text))):
             lines.append(f"- {middle_cut(first, 160)}")
     told = set(shown.splitlines())
     lines = [line for line in dict.fromkeys(reversed(lines)) if line not in told]  # newest first, each once
@@ -109,6 +111,10 @@ def extract(earlier: str, dropped: Sequence[Item], room: int, estimator: Estimat
         room -= cost
         chosen.add(line)
     return "\n".join(line for line in reversed(lines) if line in chosen)
+
+
+def _is_listed(line: str) -> bool:
+    return is_list_item(line) or is_list_item(line.removeprefix("- "))
 
 
 def _first_sentence(text: str) -> str:

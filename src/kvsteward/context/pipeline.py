@@ -20,7 +20,7 @@ import msgspec
 import orjson
 
 from kvsteward.context.ask import Ask, Asked
-from kvsteward.context.block import SUMMARY_SHARE
+from kvsteward.context.block import SUMMARY_SHARE, checked
 from kvsteward.context.compact import compact, droppable_tokens
 from kvsteward.context.distill.base import Distillate, Hints
 from kvsteward.context.distill.layout import laid_out
@@ -44,7 +44,7 @@ from kvsteward.context.marks import Marks, Policy, compaction_near
 from kvsteward.context.paraphrase import KIND as PARAPHRASE
 from kvsteward.context.plan import PLAN, PlanRules, Room, kept_words, plan_of, raised
 from kvsteward.context.selective import Score
-from kvsteward.context.summary import SCHEMA, Draft, ask
+from kvsteward.context.summary import SCHEMA, Checked, Draft, ask
 from kvsteward.context.tokens import Estimator
 from kvsteward.context.unsure import Classified, by_rules_alone, unasked, with_classes
 from kvsteward.errors import ContextOverflowError
@@ -168,15 +168,15 @@ def prepare(
             view, tokens, exact, tuple(reductions), note=note, asked=engines.asked, classified=classified, marks=marks
         )
     view, note = _noted_again(view, note, estimator)
-    draft = draft if draft is not None and fits(draft, prior) else None
+    held = checked(draft, view) if draft is not None and fits(draft, prior) else None
     fixed = (tokens, reductions, tools_tokens, known_for, marks)
     try:
-        prepared = yield from _compacted(draft, view, *fixed, policy, estimator)
+        prepared = yield from _compacted(held, view, *fixed, policy, estimator)
     except ContextOverflowError:
         if policy.plan.unsure != "engine":
             raise
         plain, rules = by_rules_alone(view, policy.plan)
-        prepared = yield from _compacted(draft, plain, *fixed, replace(policy, plan=rules), estimator)
+        prepared = yield from _compacted(held, plain, *fixed, replace(policy, plan=rules), estimator)
     left = unasked(view, prepared.view.epoch.through, marks, policy.plan)
     return replace(prepared, note=note, asked=engines.asked, classified=classified, unsorted=left)
 
@@ -216,7 +216,7 @@ def _must_compact(view: View, tokens: int, marks: Marks) -> bool:
 
 
 def _compacted(
-    draft: Draft | None,
+    draft: Checked | None,
     view: View,
     tokens: int,
     reductions: list[Reduction],

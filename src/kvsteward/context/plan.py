@@ -20,7 +20,7 @@ in order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,18 +255,43 @@ def _lists(text: str) -> list[tuple[str, str]]:
     if len(text) > 16 * _LONG_CHARS:
         return []
     lines = text.split("\n")
-    found: list[tuple[str, str]] = []
+    last = {kind: lines[start:end] for kind, start, end in _places(lines)}
+    bodies = ((kind, "\n".join(body).strip()) for kind, body in last.items())
+    return [(kind, body) for kind, body in bodies if len(body) <= _LIST_CHARS]
+
+
+def without_lists(text: str) -> str:
+    """A text without what the Plan takes as a whole or not at all: its checklists, and numbered lists that a heading
+    calls a plan, each with the line that introduces it. Of a long text only the head is left."""
+    lines = text[: 16 * _LONG_CHARS].split("\n")
+    gone: set[int] = set()
+    for _, start, end in _places(lines):
+        before = _line_before(lines, start)
+        if before is not None and is_list_item(lines[start]) and lines[before].rstrip().endswith(":"):
+            start = before
+        gone.update(range(start, end))
+    return "\n".join(line for number, line in enumerate(lines) if number not in gone)
+
+
+def _places(lines: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Checklists, and numbered lists under a heading that calls them a plan: kind, first line, the line behind the
+    last. A heading that does so is their first line."""
     for kind, pattern, least in (("todo", _CHECK, 1), ("steps", _NUMBERED, 2)):
-        runs = _runs(lines, pattern, least)
-        for start, end in reversed(runs):
-            heading = next((n for n in range(start - 1, max(-1, start - 3), -1) if lines[n].strip()), None)
-            named = heading is not None and len(lines[heading]) <= 200 and bool(_HEADING.search(lines[heading]))
+        for start, end in _runs(lines, pattern, least):
+            before = _line_before(lines, start)
+            named = before is not None and len(lines[before]) <= 200 and bool(_HEADING.search(lines[before]))
             if kind == "todo" or named:
-                body = "\n".join(lines[heading if named and heading is not None else start : end]).strip()
-                if len(body) <= _LIST_CHARS:
-                    found.append((kind, body))
-                break
-    return found
+                yield kind, before if named and before is not None else start, end
+
+
+def _line_before(lines: Sequence[str], start: int) -> int | None:
+    """The line that stands before a list, at most one blank line between them."""
+    return next((n for n in range(start - 1, max(-1, start - 3), -1) if lines[n].strip()), None)
+
+
+def is_list_item(line: str) -> bool:
+    """Whether a line is one of a checklist."""
+    return bool(_CHECK.match(line[:400]))
 
 
 def _runs(lines: Sequence[str], pattern: re.Pattern[str], least: int) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -187,11 +188,36 @@ def _bounded(lines: Mapping[str, Iterable[str]], whole: bool) -> Summary:
     return Summary(kept, whole)
 
 
+class Checked:
+    """A draft and what it is held against: `sources`, all that the engine was shown. Each line is looked up once, in
+    however many forms of the condensed part the draft is tried. Remembers what it was asked."""
+
+    def __init__(self, draft: Draft, sources: str) -> None:
+        self.draft, self._sources = draft, sources
+        self._standing: dict[str, bool] = {}
+
+    @cached_property
+    def summary(self) -> Summary:
+        return parse(self.draft.answer, finished=self.draft.finished)
+
+    @cached_property
+    def speaks_like(self) -> bool:
+        return self._known.speaks_like(self.summary.render())
+
+    @cached_property
+    def _known(self) -> Sources:
+        return Sources(self._sources)
+
+    def stands(self, line: str) -> bool:
+        """Whether every number and every id in a line is in the sources."""
+        if line not in self._standing:
+            self._standing[line] = self._known.has_all_of(line)
+        return self._standing[line]
+
+
 def verify(
-    draft: str,
+    checked: Checked,
     *,
-    finished: bool = True,
-    sources: str,
     plan: Sequence[str],
     shown: str,
     facts: Mapping[str, str],
@@ -202,19 +228,18 @@ def verify(
 ) -> Verdict:
     """What of an engine's answer may stand in the view, in at most about `room_tokens`.
 
-    `sources`: all that the engine was shown. `plan`: what must stand in the view verbatim, in `shown` (the rest of the
-    view) or here. `facts`: the values of the span that leaves, each with a line that says it; each must be here or in
-    the `table` of facts. `earlier`: the summary that this one goes on from; its lines follow, as far as they fit. A
-    line that stands in `shown` is left out."""
-    refused = _refusal(draft, room_tokens, estimator)
+    `plan`: what must stand in the view verbatim, in `shown` (the rest of the view) or here. `facts`: the values of the
+    span that leaves, each with a line that says it; each must be here or in the `table` of facts. `earlier`: the
+    summary that this one goes on from; its lines follow, as far as they fit. A line that stands in `shown` is left
+    out."""
+    refused = _refusal(checked.draft.answer, room_tokens, estimator)
     if refused:
         return Verdict("replaced", refused, facts=len(facts))
-    summary = parse(draft, finished=finished)
+    summary = checked.summary
     written = len(summary)
     if not written:
         return Verdict("replaced", "empty", facts=len(facts))
-    known = Sources(sources)
-    if not known.speaks_like(summary.render()):
+    if not checked.speaks_like:
         return Verdict("replaced", "not about this conversation, or in another language", written, facts=len(facts))
     orders, invented = 0, 0
     kept: dict[str, tuple[str, ...]] = {}
@@ -227,11 +252,11 @@ def verify(
                 continue
             if gives_orders(line):
                 orders += 1
-            elif not known.has_all_of(line):
+            elif not checked.stands(line):
                 invented += 1
             else:
                 section.append(line)
-        older = (line for line in before.lines[name] if line not in told and known.has_all_of(line))
+        older = (line for line in before.lines[name] if line not in told and checked.stands(line))
         kept[name] = tuple(dict.fromkeys([*section, *older]))[:MAX_ITEMS]
     cut = orders + invented
     if written - cut < written * _KEPT_RATIO or written == cut:

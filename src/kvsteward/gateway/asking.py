@@ -1,7 +1,7 @@
 """Questions to an engine on the gateway's own account: how they are sent, within which bounds, and what is heard.
 
-A turn waits for those about its own messages (`waited`); others are put while nobody waits (`put`). Each is a prompt of
-its own. On an engine with slots all have one name beside the sessions', so that its table of slots knows whose cache
+A turn waits for those about its own messages (`waited`); others are put while nobody waits (`Spare`). Each is a prompt
+of its own. On an engine with slots all have one name beside the sessions', so that its table of slots knows whose cache
 goes: a free slot's, or that of the session that was longest idle.
 
 Invariant: whatever becomes of a question, a turn goes on, and what was reserved is released.
@@ -10,13 +10,16 @@ Invariant: whatever becomes of a question, a turn goes on, and what was reserved
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvsteward.context.ask import Ask, Reply
 from kvsteward.engines.base import Engine, EngineRequest
-from kvsteward.errors import ContextOverflowError, EngineError, OverloadedError
+from kvsteward.errors import ContextOverflowError, EngineError, KVStewardError, OverloadedError
 from kvsteward.gateway.fleet import Station
 from kvsteward.gateway.upstream import PATH, for_engine
 from kvsteward.policy.admission import Demand
@@ -28,10 +31,15 @@ if TYPE_CHECKING:
     from kvsteward.gateway.app import Steward
     from kvsteward.gateway.turn import Turn
 
+T = TypeVar("T")
+log = logging.getLogger("kvsteward")
+
 MAX_ANSWER_BYTES = 2**20
+_MAX_KEPT = 1_024
 _STRUCTURED = frozenset({"vllm", "llama-server"})
 """Engines that hold an answer to a JSON schema."""
-_SLOTTED = frozenset({"llama-server"})
+SLOTTED = frozenset({"llama-server"})
+"""Engines that keep a session's cache in a slot, which works on one request at a time."""
 _SLOT_NAME = ":questions:"
 _TEMPLATED = frozenset({"vllm", "sglang", "llama-server"})
 """Engines that take fields for the chat template."""
@@ -96,7 +104,7 @@ class Asking:
         base = _body(at, request, question)
         messages = for_engine(at.info, question.messages)
         body = encode(base, messages=messages, stream=True, max_tokens=question.max_tokens, fields=cache_fields)
-        slot = _SLOT_NAME if at.info.dialect in _SLOTTED else None
+        slot = _SLOT_NAME if at.info.dialect in SLOTTED else None
         status, reader = await heard(at.engine, EngineRequest(PATH, body, request_id, slot))
         seconds = self._steward.now() - started
         if reader is None:
@@ -108,6 +116,69 @@ class Asking:
         prompt = usage.prompt_tokens if usage else self.demand(question).prompt_tokens
         output = usage.output_tokens if usage else self._steward.desk.estimator.text(text or "")
         return Reply(text, reader.finish != "length", prompt, output, seconds, failed)
+
+
+class Spare(ABC, Generic[T]):
+    """Work for sessions that nobody waits for, and what came of it. It is of the lowest rank: one piece for each
+    session and `Settings.summaries_at_once` over all, none while a turn waits for room, each ended by a time limit, by
+    the end of its session, and by a turn that would have to wait for its room (`Gate.spare`). Mutable."""
+
+    def __init__(self, steward: Steward) -> None:
+        self._steward = steward
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._kept: OrderedDict[str, T] = OrderedDict()
+
+    @abstractmethod
+    def _count(self, outcome: str) -> None:
+        """Is told of what was "skipped" or "given_up"."""
+
+    @property
+    def running(self) -> int:
+        return len(self._tasks)
+
+    def _begin(
+        self, session_id: str, at: Station, work: Callable[[], Awaitable[T | None]], failed: Callable[[str], T | None]
+    ) -> None:
+        """Begins, if there is room for it. `failed` says what is kept of work that ended with an error."""
+        settings = self._steward.settings
+        if len(self._tasks) >= settings.summaries_at_once or at.draining or at.gate.pool.waiting:
+            self._count("skipped")
+            return
+
+        async def run() -> None:
+            try:
+                async with asyncio.timeout(settings.summary_timeout_s):
+                    found = await work()
+            except asyncio.CancelledError:
+                self._count("given_up")
+                raise
+            except (KVStewardError, TimeoutError) as error:
+                log.info("no answer to a question about %s: %r", session_id, error)
+                found = failed(str(error) or "no answer in time")
+            if found is not None:
+                self._kept[session_id] = found
+                while len(self._kept) > _MAX_KEPT:
+                    self._kept.popitem(last=False)
+
+        task = self._tasks[session_id] = asyncio.create_task(run())
+        task.add_done_callback(lambda _: self._tasks.pop(session_id, None))
+
+    def forget(self, session_id: str) -> None:
+        """The session has ended, or its view has changed: what is there or being made is of no use any more."""
+        self._kept.pop(session_id, None)
+        if session_id in self._tasks:
+            self._tasks[session_id].cancel()
+
+    async def _give_up(self, session_id: str) -> None:
+        """Returns when the engine has been told."""
+        task = self._tasks.get(session_id)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def close(self) -> None:
+        for session_id in list(self._tasks):
+            await self._give_up(session_id)
 
 
 async def heard(engine: Engine, request: EngineRequest) -> tuple[int, AnswerReader | None]:

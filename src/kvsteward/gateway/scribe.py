@@ -1,42 +1,29 @@
 """The scribe: has the engine write a session's summary while nobody waits, so that no turn does at its compaction.
 
 After a turn that brings a session near its high-water mark, the question is appended to what the engine has just
-cached. The work is of the lowest rank: one draft for each session and `Settings.summaries_at_once` over all, none
-while a turn waits for room, each ended by a time limit, by a turn that would have to wait for its room, by the end of
-its session, and on an engine with slots by the session's next turn, which wants the slot that has its cache.
+cached. The work is of the lowest rank (`asking.Spare`), and on an engine with slots it is given up for the session's
+next turn, which wants the slot that has its cache.
 
 Mutable, for one event loop. Invariant: a draft is handed out once, and only for the view that it was made for.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvsteward.context.layout import View
 from kvsteward.context.marks import Marks, Policy
 from kvsteward.context.pipeline import Summarise, fits, summarise, summary_due
 from kvsteward.context.summary import Draft
 from kvsteward.engines.base import EngineRequest, Keep
-from kvsteward.errors import KVStewardError
-from kvsteward.gateway.asking import format_of, heard, said
+from kvsteward.gateway.asking import SLOTTED, Spare, format_of, heard, said
 from kvsteward.gateway.fleet import Station
 from kvsteward.gateway.upstream import PATH, for_engine
 from kvsteward.policy.admission import Demand
 from kvsteward.wire.chat import ChatRequest, encode
 
-if TYPE_CHECKING:
-    from kvsteward.gateway.app import Steward
-
-log = logging.getLogger("kvsteward")
-
-_MAX_DRAFTS = 1_024
-_SLOTTED = frozenset({"llama-server"})
-"""Engines that keep a session's cache in a slot, which works on one request at a time."""
 _SHAPING = frozenset(
     {
         *("messages", "n", "stop", "seed", "stream_options", "max_tokens", "max_completion_tokens", "logprobs"),
@@ -63,17 +50,8 @@ class _Work:
     """Those of the turn: the same cache."""
 
 
-class Scribe:
+class Scribe(Spare[Draft]):
     """The drafts of one gateway."""
-
-    def __init__(self, steward: Steward) -> None:
-        self._steward = steward
-        self._drafts: OrderedDict[str, Draft] = OrderedDict()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-
-    @property
-    def running(self) -> int:
-        return len(self._tasks)
 
     def after_turn(
         self,
@@ -87,65 +65,25 @@ class Scribe:
         cache_fields: Mapping[str, Any] | None = None,
     ) -> None:
         """A turn has ended, and the engine has counted its `view`. Starts a draft if one is due."""
-        steward, draft = self._steward, self._drafts.get(session_id)
+        draft = self._kept.get(session_id)
         if session_id in self._tasks or (draft is not None and fits(draft, view)):
             return
-        if not summary_due(view, view.known_tokens, marks, policy):
-            return
-        if len(self._tasks) >= steward.settings.summaries_at_once or at.draining or at.gate.pool.waiting:
-            self._count("skipped")
-            return
-        work = _Work(session_id, at, request, view, marks, policy, keep, cache_fields or {})
-        task = self._tasks[session_id] = asyncio.create_task(self._work(work))
-        task.add_done_callback(lambda _: self._tasks.pop(session_id, None))
+        if summary_due(view, view.known_tokens, marks, policy):
+            work = _Work(session_id, at, request, view, marks, policy, keep, cache_fields or {})
+            self._begin(session_id, at, lambda: self._drafted(work), lambda _: self._ended(None))
 
     async def before_turn(self, session_id: str, at: Station) -> Draft | None:
         """The draft for a session whose next turn begins. It stays until the view that it was made for is gone."""
-        if at.info.dialect in _SLOTTED:
+        if at.info.dialect in SLOTTED:
             await self._give_up(session_id)
-        return self._drafts.get(session_id)
-
-    def after_compaction(self, session_id: str) -> None:
-        """The view has changed: what is written or being written speaks of another."""
-        self._drafts.pop(session_id, None)
-        task = self._tasks.get(session_id)
-        if task is not None:
-            task.cancel()
-
-    def forget(self, session_id: str) -> None:
-        """The session has ended."""
-        self.after_compaction(session_id)
-
-    async def close(self) -> None:
-        for session_id in list(self._tasks):
-            await self._give_up(session_id)
-
-    async def _give_up(self, session_id: str) -> None:
-        """Returns when the engine has been told."""
-        task = self._tasks.get(session_id)
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+        return self._kept.get(session_id)
 
     def _count(self, outcome: str) -> None:
         self._steward.telemetry.summaries.labels(outcome).inc()
 
-    async def _work(self, work: _Work) -> None:
-        """One draft from start to end. A failure costs nothing but the draft."""
-        try:
-            async with asyncio.timeout(self._steward.settings.summary_timeout_s):
-                draft = await self._drafted(work)
-        except asyncio.CancelledError:
-            self._count("given_up")
-            raise
-        except (KVStewardError, TimeoutError) as error:
-            log.info("no summary for %s: %r", work.session_id, error)
-            draft = None
+    def _ended(self, draft: Draft | None) -> Draft | None:
         self._count("prepared" if draft else "failed")
-        if draft:
-            self._drafts[work.session_id] = draft
-            while len(self._drafts) > _MAX_DRAFTS:
-                self._drafts.popitem(last=False)
+        return draft
 
     async def _drafted(self, work: _Work) -> Draft | None:
         steward = self._steward
@@ -159,8 +97,7 @@ class Scribe:
             question = next(questions)
             questions.send(await self._answer(work, question))
         except StopIteration as stop:
-            draft: Draft | None = stop.value
-            return draft
+            return self._ended(stop.value)
         raise AssertionError("a summary is one question")
 
     async def _answer(self, work: _Work, question: Summarise) -> tuple[str, bool] | None:

@@ -256,7 +256,7 @@ async def prepared_turn(steward: Steward, turn: Turn, resolved: Resolved, *, for
     await desk.log_arrivals(resolved, prepared, recorded)
     turn.open_in, turn.told = resolved.session.id, True
     if prepared.epoch is not None:
-        steward.scribe.after_compaction(resolved.session.id)
+        steward.scribe.forget(resolved.session.id)
     steward.count_prepared(prepared, steward.now() - started)
     return prepared
 
