@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvsteward.context.distill.salience import whole_values
 from kvsteward.context.layout import Item
 from kvsteward.context.lines import _brief, _first_sentence
 from kvsteward.context.memory import collect, stands_in, values
@@ -21,6 +22,21 @@ from kvsteward.context.memory import collect, stands_in, values
 )
 def test_values_are_what_is_told_not_the_names_of_fields(text, expected):
     assert values(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("it cost 1,250 euros, then $1,234,567.89 (2,000 more)", ["1,250", "$1,234,567.89", "2,000"]),
+        ("sold 12,345.", ["12,345"]),
+        ("[100,200,300]", ["100", "200", "300"]),
+        ("id,100,200\n100,200,abc", ["100", "200"]),
+        ("port 8080,443", ["8080", "443"]),
+    ],
+)
+def test_a_number_with_commas_between_thousands_is_one_value(text, expected):
+    assert values(text) == expected
+    assert list(dict.fromkeys(whole_values(text))) == expected
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,14 @@ from typing import Any
 
 import orjson
 
+from kvsteward.context.distill.salience import GROUPED_NUMBER
 from kvsteward.context.layout import Fact, Item
 from kvsteward.context.patterns import compiled
 from kvsteward.wire.chat import class_of, text_of
 
 MAX_VALUES = 400
 MAX_TEXT_CHARS = 200_000
-_WORD = re.compile(r"[^\s\"'`,;()\[\]{}<>|=]{2,120}")
+_WORD = re.compile(rf"{GROUPED_NUMBER}|[^\s\"'`,;()\[\]{{}}<>|=]{{2,120}}")
 _QUOTED = re.compile(r"(?<!\w)([\"'`])((?:(?!\1)[^\n]){1,60})\1(?!\w)(\s{0,4}:)?")
 _TRIM = ".:!?*…-"
 _FIELD = re.compile(

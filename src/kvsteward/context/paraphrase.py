@@ -1,12 +1,14 @@
-"""Long prose, written shorter by the engine's model, and only shown if every value in it stands in the source (opt in).
+"""Long prose, written shorter by the engine's model, and only shown if it invents no value and keeps enough (opt in).
 
 A generator: it yields one `Ask` and is sent the `Reply`. The source is quoted as data. What comes back stays in the
 tool's message, above a footer that calls it a paraphrase and names the whole text. `refusal` is the test: numbers, ids,
-paths, addresses, dates, quoted words and names inside a sentence must all stand in the source. It cannot see whether
-they still belong to each other, nor a word like "not" that is missing: that is why the option is off by default.
+paths, addresses, dates, quoted words and names inside a sentence must all stand in the source. A model leaves out more
+than it invents, so `completed` adds a line of the values that the extractive text in the same room would have had; an
+answer with fewer than half of them, or without room for that line, is not used. None of this sees whether values still
+belong to each other, nor a word like "not" that is missing: that is why the option is off by default.
 
 Pure but for the question, linear in the text. Invariant: what is returned has no number, id, path, address or date that
-the source does not have, is not empty, and is not over `room_tokens`.
+the source does not have, every value that the extractive text has, is not empty, and is not over `room_tokens`.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from collections.abc import Generator
 
 from kvsteward.context.ask import Ask, Asked, Reply, quoted
 from kvsteward.context.distill.base import Distillate, Hints
+from kvsteward.context.distill.pack import listed
 from kvsteward.context.distill.prose import Prose
 from kvsteward.context.distill.registry import distil
+from kvsteward.context.distill.salience import whole_values
 from kvsteward.context.memory import stands_in, values
 from kvsteward.context.summary import Sources, gives_orders, is_tool_call
 from kvsteward.context.tokens import Estimator
@@ -31,6 +35,8 @@ LEAST_ROOM_TOKENS = 48
 _QUESTION_CHARS = 300
 _WORDS_RATIO = 0.55
 """Words asked for, to a token of room."""
+OWN_VALUES_RATIO = 0.5
+"""Of the values in the extractive text so many must stand in the model's own sentences."""
 _READ_RATIO = 0.75
 """Of the context: a question whose length is an estimate must fit all the same."""
 _INSTRUCTION = (
@@ -97,10 +103,12 @@ def paraphrase(
         return None, Asked.of("prose", at, reply)
     # What the model was shown is its source: of a huge text, looking the rest through would take longer than asking.
     made, refused = judged(reply.text, shown, room_tokens, estimator, finished=reply.finished, mark=mark)
+    if not refused:
+        extractive = distil(text, room_tokens, hints, estimator.text, (Prose(),)).text
+        made, refused = completed(made, extractive, room_tokens, estimator)
     if refused:
         return None, Asked.of("prose", at, reply, refused)
-    part = estimator.text(shown)
-    note = "in the model's words" + (f", from {part} of {whole} tokens" if shown is not text else "")
+    note = "in the model's words" + (f", from {estimator.text(shown)} of {whole} tokens" if shown is not text else "")
     return Distillate(KIND, made, note), Asked.of("prose", at, reply)
 
 
@@ -118,19 +126,33 @@ def judged(
         return "", "a tool call"
     if mark and mark in text:
         return "", "it repeats the marks of the question"
-    sentences = _once(_sentences(text))
+    said = _once(_sentences(text))
     if not finished:
-        sentences = sentences[:-1]
+        said = said[:-1]
     kept: list[str] = []
-    for sentence in sentences:
+    for sentence in said:
         if estimator.text(" ".join([*kept, sentence])) > room_tokens:
             break
         kept.append(sentence)
     made = " ".join(kept)
     if not made:
-        return "", "no sentence of it fits the room" if sentences else "it broke off"
+        return "", "no sentence of it fits the room" if said else "it broke off"
     refused = refusal(made, source)
     return ("", refused) if refused else (made, "")
+
+
+def completed(made: str, extractive: str, room_tokens: int, estimator: Estimator) -> tuple[str, str]:
+    """(text, "") with a line of those values of the extractive text that the model's lacks, else ("", why not): the
+    model has not half as many values as the extractive text, or the line does not fit."""
+    aim = dict.fromkeys(whole_values(extractive))
+    kept = len(set(whole_values(made)))
+    if kept < OWN_VALUES_RATIO * len(aim):
+        return "", f"values in it: {kept}, in sentences of the source: {len(aim)}"
+    missing = [value for value in aim if not stands_in(value, made)]
+    text = f"{made}\n{listed(missing)}" if missing else made
+    return (
+        (text, "") if estimator.text(text) <= room_tokens else ("", f"no room for values it left out: {len(missing)}")
+    )
 
 
 def refusal(text: str, source: str) -> str:
@@ -198,6 +220,6 @@ def _sentences(text: str) -> list[str]:
     return [" ".join(part.split()) for part in _SENTENCE_END.split(text) if part.strip()]
 
 
-def _once(sentences: list[str]) -> list[str]:
+def _once(said: list[str]) -> list[str]:
     """A small model says the same again and again."""
-    return list(dict.fromkeys(sentences))
+    return list(dict.fromkeys(said))

@@ -201,7 +201,12 @@ def values_line(left: Iterable[str], seen: Seen, limit_tokens: float, focus: Foc
             continue
         spent += price
         kept.add(value)
-    return "values: " + " ".join(v for v in order if v in kept) if kept else ""
+    return listed([value for value in order if value in kept])
+
+
+def listed(values: Sequence[str]) -> str:
+    """The line that stands for parts that were left out."""
+    return f"values: {' '.join(values)}" if values else ""
 
 
 def _worth(value: str, near: float, seen: Seen, focus: Focus) -> float:

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 
 from kvsteward.context.distill.base import Hints
 
+GROUPED_NUMBER = r"(?<![\w.,\[/])[-+]?[$€£¥]?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!,?\w)"
+"""A number with commas between its thousands. Cut at them it would be another number; a list in brackets is none."""
 _WORD = re.compile(r"\w+")
 _NUMBER = re.compile(r"\d[\d,]*\.?\d*")
-_CHUNK = re.compile(r"[^\s\"'`<>()\[\]{},;|=]+")
+_CHUNK = re.compile(rf"{GROUPED_NUMBER}|[^\s\"'`<>()\[\]{{}},;|=]+")
 _SIGN = re.compile(r"\W")
 _CAMEL = re.compile(r"[a-z][A-Z]")
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
