@@ -1,6 +1,7 @@
 """How much of a prompt is reused when agents pause: LRU, kvsteward's retention, and an oracle.
 
     python benchmarks/retention.py --simulate [--seeds 3] [--pools 1,2,4,8,16] [--alive 50] [--held]
+        [--quick] [--json]
 
 Replays the WEKA sessions (../shared/data/traces/weka: 471 whole coding-agent sessions) against one pool of a size in
 millions of tokens, interleaved in real time. `closed` is the part of the way from LRU to the oracle. `final` is the
@@ -10,6 +11,7 @@ same policy where clients say that a session is over.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +29,8 @@ POLICIES: dict[str, Make] = {
 }
 
 
-def simulate(pools: Sequence[float], seeds: int, alive: float, held: bool) -> None:
+def simulate(pools: Sequence[float], seeds: int, alive: float, held: bool) -> list[dict[str, float]]:
+    """A row for each pool, printed as it comes: the shares that are reused, %."""
     if not WEKA.exists():
         sys.exit(f"no recorded sessions: {WEKA} is absent; they lie beside the repository in ../shared")
     traces = [trace(WEKA, seed, alive) for seed in range(1, seeds + 1)]
@@ -36,6 +39,7 @@ def simulate(pools: Sequence[float], seeds: int, alive: float, held: bool) -> No
         "| pool, M tokens | " + " | ".join(POLICIES) + " | closed | its halves | closed, final | its halves | seconds |"
     )
     print("|" + " --- |" * (len(POLICIES) + 6))
+    rows: list[dict[str, float]] = []
     for pool in pools:
         began = time.monotonic()
         blocks = int(pool * 1e6 / BLOCK_TOKENS)
@@ -49,6 +53,8 @@ def simulate(pools: Sequence[float], seeds: int, alive: float, held: bool) -> No
             whole, first, second = (closed(*(shares[n][i] for n in ("lru", name, "oracle"))) for i in range(3))
             cells += [whole, f"{first}, {second}"]
         print("| " + " | ".join(cells) + f" | {time.monotonic() - began:.0f} |", flush=True)
+        rows.append({"pool_m_tokens": pool, **{name: share[0] for name, share in shares.items()}})
+    return rows
 
 
 def closed(lru: float, ours: float, oracle: float) -> str:
@@ -63,10 +69,17 @@ def main() -> None:
     parser.add_argument("--pools", default="1,2,4,8,16")
     parser.add_argument("--alive", type=float, default=50.0)
     parser.add_argument("--held", action="store_true", help="blocks of running requests cannot be taken")
+    parser.add_argument("--quick", action="store_true", help="one seed, the first of the pools")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args()
     if not options.simulate:
         parser.error("say what to do: --simulate")
-    simulate([float(p) for p in options.pools.split(",")], options.seeds, options.alive, options.held)
+    pools = [float(p) for p in options.pools.split(",")]
+    if options.quick:
+        pools, options.seeds = pools[:1], 1
+    rows = simulate(pools, options.seeds, options.alive, options.held)
+    if options.json:
+        print(json.dumps({"seeds": options.seeds, "alive": options.alive, "held": options.held, "rows": rows}))
 
 
 if __name__ == "__main__":

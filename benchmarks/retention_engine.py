@@ -1,6 +1,7 @@
 """The same turns on a real vLLM, with its own free list and with kvsteward's connector.
 
     python benchmarks/retention_engine.py --python VLLM_PYTHON --model DIR [--over 1.3] [--kinds stock,ours]
+        [--quick] [--json]
 
 Sessions take turns in a circle, each turn with its whole history and a little more. `--over`: the sessions' tokens at
 the end over the pool's. Printed: prompt tokens reused as vLLM reports them (`cached_tokens`), the wall time of all
@@ -138,8 +139,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--words", type=int, default=400)
     parser.add_argument("--log", default="retention-engine.log")
+    parser.add_argument("--quick", action="store_true", help="at most 2 rounds of 4 sessions")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args()
+    if options.quick:
+        options.sessions, options.rounds = min(options.sessions, 4), min(options.rounds, 2)
     more = 40
+    rows: list[dict[str, Any]] = []
     tokens = options.sessions * (options.words + 14 + (options.rounds - 1) * (more + 20))
     blocks = int(tokens / options.over / BLOCK_TOKENS)
     print(f"{options.sessions} sessions, {options.rounds} rounds, {blocks} blocks of {BLOCK_TOKENS} tokens")
@@ -161,6 +167,9 @@ def main() -> None:
             f" simulated LRU {lru:.1%}, oracle {oracle:.1%}; working set {last / blocks / BLOCK_TOKENS:.2f} x pool",
             flush=True,
         )
+        rows.append({"kind": kind, "share": share, "wall_s": wall_s, "lru": lru, "oracle": oracle})
+    if options.json:
+        print(json.dumps({"blocks": blocks, "block_tokens": BLOCK_TOKENS, "rows": rows}))
 
 
 if __name__ == "__main__":

