@@ -89,7 +89,7 @@ def passages(count: int) -> list[tuple[str, list[str]]]:
     found = []
     for number in range(count):
         novel = novels[number % len(novels)]
-        start = len(novel) // 3 + number * 3 * PASSAGE_CHARS
+        start = (len(novel) // 3 + number * 3 * PASSAGE_CHARS) % (len(novel) - PASSAGE_CHARS)
         sentences = [" ".join(s.split()) for s in novel[start : start + PASSAGE_CHARS].split(". ")][1:-1]
         given = {"a": 4711 + 31 * number, "b": 120 + 7 * number, "c": 1_250 + 13 * number, "d": 10 + number % 19}
         used = []

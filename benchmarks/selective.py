@@ -46,7 +46,7 @@ def passages(count: int, chars: int) -> list[tuple[str, str]]:
     found = []
     for number in range(count):
         novel = novels[number % len(novels)]
-        start = len(novel) // 3 + number * 3 * chars
+        start = (len(novel) // 3 + number * 3 * chars) % (len(novel) - chars)
         sentences = novel[start : start + chars].split(". ")
         planted = PLANTED[number % len(PLANTED)]
         middle = len(sentences) // 2
