@@ -35,12 +35,7 @@ class Maker:
         chain.check_head(session, lambda _: None)
         keys = Keys(session.id)
         while True:
-            life = self._reader.life(keys, session.id)
-            if life.session is not None:
-                raise StateError(f"session {session.id!r} exists")
-            if life.version:
-                self._ender.purge(keys, session.id, life.version)
-                continue
+            self._clear(keys, session.id)
             uid = uuid.uuid4().hex
             with self._writer.noted(session) as noted:
                 self._link.ask_all([*noted, *places(session)])
@@ -78,15 +73,20 @@ class Maker:
             self._link.ask_all([*noted, *places(session)])
             self._go_on(keys, session.id, version, changes)
 
+    def _clear(self, keys: Keys, session_id: str) -> None:
+        """Takes away what is left of a session of this name that is no more. Raises StateError if there is one."""
+        while True:
+            life = self._reader.life(keys, session_id)
+            if life.session is not None:
+                raise StateError(f"session {session_id!r} exists")
+            if not life.version:
+                return
+            self._ender.purge(keys, session_id, life.version)
+
     def _begun(self, keys: Keys, session: Session) -> tuple[bytes, str]:
         """A session that is being made and is not seen yet: its version and its uid."""
         while True:
-            life = self._reader.life(keys, session.id)
-            if life.session is not None:
-                raise StateError(f"session {session.id!r} exists")
-            if life.version:
-                self._ender.purge(keys, session.id, life.version)
-                continue
+            self._clear(keys, session.id)
             self._link.ask_all(places(session))
             version, uid = self._writer.version(), uuid.uuid4().hex
             changes = Changes()
