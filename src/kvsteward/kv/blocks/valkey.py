@@ -276,12 +276,11 @@ class ValkeyTier(Tier):
         keys, dropped = sorted(answers[0]), 0
         spared = spare(keys)
         for start in range(0, len(keys), FORGET_KEYS):
-            page = [(name_of(key), key in spared) for key in keys[start : start + FORGET_KEYS]]
-            leave = (users.leave(name, session, now_s=self._wall(), spared=spared) for name, spared in page)
-            done = self._run(list(leave))
+            page, now_s = keys[start : start + FORGET_KEYS], self._wall()
+            done = self._run([users.leave(name_of(k), session, now_s=now_s, spared=k in spared) for k in page])
             if isinstance(done, Miss):
                 return dropped
-            dropped += sum(answer == 1 for answer, (_, spared) in zip(done, page, strict=True) if not spared)
+            dropped += sum(answer == 1 for answer, key in zip(done, page, strict=True) if key not in spared)
         self._run([("UNLINK", self._index(session))])
         return dropped
 
