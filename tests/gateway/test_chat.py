@@ -127,6 +127,7 @@ async def test_all_branches_are_read_page_by_page(start):
     for wrong, param in (
         (f"{path}&offset=nan", "offset"),
         (f"{path}&limit=x", "limit"),
+        ("/v1/internal/history?after=NaN", "after"),
         (f"{path[:-3]}two", "branches"),
     ):
         assert (await gateway.get(wrong, **own))["error"]["param"] == param

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isnan
+from math import isnan, nan
 from typing import Any
 
 import orjson
@@ -35,14 +35,14 @@ def number_of(request: Request, name: str, default: float) -> float:
     if text is None:
         return default
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise ProtocolError(f"'{name}' must be a number, not '{text}'", param=name) from None
+        number = nan
+    if isnan(number):
+        raise ProtocolError(f"'{name}' must be a number, not '{text}'", param=name)
+    return number
 
 
 def whole_of(request: Request, name: str, default: int, least: int, most: int) -> int:
     """A number of the query as the nearest whole one from `least` to `most`. Raises ProtocolError for what is none."""
-    number = number_of(request, name, default)
-    if isnan(number):
-        raise ProtocolError(f"'{name}' must be a number, not 'nan'", param=name)
-    return int(max(least, min(number, most)))
+    return int(max(least, min(number_of(request, name, default), most)))
