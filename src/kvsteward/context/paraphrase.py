@@ -104,7 +104,7 @@ def paraphrase(
     # What the model was shown is its source: of a huge text, looking the rest through would take longer than asking.
     made, refused = judged(reply.text, shown, room_tokens, estimator, finished=reply.finished, mark=mark)
     if not refused:
-        extractive = distil(text, room_tokens, hints, estimator.text, (Prose(),)).text
+        extractive = distil(shown, room_tokens, hints, estimator.text, (Prose(),)).text
         made, refused = completed(made, extractive, room_tokens, estimator)
     if refused:
         return None, Asked.of("prose", at, reply, refused)
@@ -126,17 +126,17 @@ def judged(
         return "", "a tool call"
     if mark and mark in text:
         return "", "it repeats the marks of the question"
-    said = _once(_sentences(text))
+    sentences = _once(_sentences(text))
     if not finished:
-        said = said[:-1]
+        sentences = sentences[:-1]
     kept: list[str] = []
-    for sentence in said:
+    for sentence in sentences:
         if estimator.text(" ".join([*kept, sentence])) > room_tokens:
             break
         kept.append(sentence)
     made = " ".join(kept)
     if not made:
-        return "", "no sentence of it fits the room" if said else "it broke off"
+        return "", "no sentence of it fits the room" if sentences else "it broke off"
     refused = refusal(made, source)
     return ("", refused) if refused else (made, "")
 
@@ -150,9 +150,9 @@ def completed(made: str, extractive: str, room_tokens: int, estimator: Estimator
         return "", f"values in it: {kept}, in sentences of the source: {len(aim)}"
     missing = [value for value in aim if not stands_in(value, made)]
     text = f"{made}\n{listed(missing)}" if missing else made
-    return (
-        (text, "") if estimator.text(text) <= room_tokens else ("", f"no room for values it left out: {len(missing)}")
-    )
+    if estimator.text(text) > room_tokens:
+        return "", f"no room for values it left out: {len(missing)}"
+    return text, ""
 
 
 def refusal(text: str, source: str) -> str:
@@ -220,6 +220,6 @@ def _sentences(text: str) -> list[str]:
     return [" ".join(part.split()) for part in _SENTENCE_END.split(text) if part.strip()]
 
 
-def _once(said: list[str]) -> list[str]:
+def _once(sentences: list[str]) -> list[str]:
     """A small model says the same again and again."""
-    return list(dict.fromkeys(said))
+    return list(dict.fromkeys(sentences))
