@@ -21,11 +21,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import orjson
 
+from _texts import passages
 from kvsteward.context.ask import Ask, Reply
 from kvsteward.context.distill.base import Hints
 from kvsteward.context.distill.registry import distil
@@ -42,7 +42,6 @@ from kvsteward.engines.registry import EngineSpec, create_engine
 from kvsteward.gateway.asking import format_of, heard, said
 from kvsteward.gateway.upstream import PATH
 
-TEXTS = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "texts"
 PASSAGE_CHARS = 3_600
 QUESTION = "What was reported about the harbour, and what did it cost?"
 PLANTED = (
@@ -81,16 +80,11 @@ _SIX = 6
 _NUMBER = re.compile(r"\d[\w./-]*\d|\d")
 
 
-def passages(count: int) -> list[tuple[str, list[str]]]:
+def planted(count: int) -> list[tuple[str, list[str]]]:
     """(text, planted values)."""
-    if not TEXTS.is_dir():
-        sys.exit(f"no texts: {TEXTS} is absent; they lie beside the repository in ../shared")
-    novels = [path.read_text(errors="replace") for path in sorted(TEXTS.glob("*.txt"))]
     found = []
-    for number in range(count):
-        novel = novels[number % len(novels)]
-        start = (len(novel) // 3 + number * 3 * PASSAGE_CHARS) % (len(novel) - PASSAGE_CHARS)
-        sentences = [" ".join(s.split()) for s in novel[start : start + PASSAGE_CHARS].split(". ")][1:-1]
+    for number, passage in enumerate(passages(count, PASSAGE_CHARS)):
+        sentences = [" ".join(sentence.split()) for sentence in passage]
         given = {"a": 4711 + 31 * number, "b": 120 + 7 * number, "c": 1_250 + 13 * number, "d": 10 + number % 19}
         used = []
         for place, (sentence, *values) in enumerate(PLANTED, 1):
@@ -130,7 +124,7 @@ async def prose(engine: Engine, count: int, limit: int) -> dict[str, Any]:
     reasons: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     seconds, total, invented = [], 0, 0
-    for number, (text, used) in enumerate(passages(count)):
+    for number, (text, used) in enumerate(planted(count)):
         hints = Hints(QUESTION)
         plain = distil(text, room, hints, estimator.text).text
         (made, told), reply = await driven(

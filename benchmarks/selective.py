@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from _serving import end_when_told, free_url, process
+from _texts import passages
 from kvsteward.context.distill.base import Hints
 from kvsteward.context.distill.registry import distil
 from kvsteward.context.selective import Pieces, Selected, select
@@ -26,7 +27,6 @@ from kvsteward.context.tokens import Estimator
 from kvsteward.engines.http import HttpOptions
 from kvsteward.engines.vllm import VllmEngine
 
-TEXTS = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "texts"
 PLANTED = (
     "The night shift reports that the third cooling pump leaks again.",
     "A courier left the parcel with the baker next door.",
@@ -38,19 +38,13 @@ PLANTED = (
 QUESTION = "What happened?"
 
 
-def passages(count: int, chars: int) -> list[tuple[str, str]]:
+def planted(count: int, chars: int) -> list[tuple[str, str]]:
     """(text, planted sentence)."""
-    if not TEXTS.is_dir():
-        sys.exit(f"no texts: {TEXTS} is absent; they lie beside the repository in ../shared")
-    novels = [path.read_text(errors="replace") for path in sorted(TEXTS.glob("*.txt"))]
     found = []
-    for number in range(count):
-        novel = novels[number % len(novels)]
-        start = (len(novel) // 3 + number * 3 * chars) % (len(novel) - chars)
-        sentences = novel[start : start + chars].split(". ")
-        planted = PLANTED[number % len(PLANTED)]
-        middle = len(sentences) // 2
-        found.append((". ".join([*sentences[1:middle], planted[:-1], *sentences[middle:-1]]) + ".", planted))
+    for number, sentences in enumerate(passages(count, chars)):
+        sentence = PLANTED[number % len(PLANTED)]
+        sentences.insert(len(sentences) // 2, sentence[:-1])
+        found.append((". ".join(sentences) + ".", sentence))
     return found
 
 
@@ -59,7 +53,7 @@ async def measured(url: str, texts: list[tuple[str, str]], ratio: float) -> list
     await engine.start()
     rows = []
     try:
-        for text, planted in texts:
+        for text, sentence in texts:
             room = int(estimator.text(text) * ratio)
             questions = select(
                 text, question=QUESTION, mentions=frozenset(), ratio=ratio, room_tokens=room, estimator=estimator
@@ -82,8 +76,8 @@ async def measured(url: str, texts: list[tuple[str, str]], ratio: float) -> list
                     "tokens": estimator.text(text),
                     "kept_tokens": estimator.text(selected.text),
                     "seconds": round(seconds, 3),
-                    "kept": planted[:-1] in selected.text,
-                    "kept_by_distiller": planted[:-1] in plain,
+                    "kept": sentence[:-1] in selected.text,
+                    "kept_by_distiller": sentence[:-1] in plain,
                 }
             )
     finally:
@@ -100,7 +94,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     args = parser.parse_args()
     end_when_told()
-    texts = passages(6 if args.quick else 24, 8_000)
+    texts = planted(6 if args.quick else 24, 8_000)
     with tempfile.TemporaryDirectory(prefix="kvsteward-selective-") as name:
         url, port = free_url()
         command = [args.python, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--port", str(port)]
