@@ -7,8 +7,8 @@
 connector's clock shows the recorded times (a turn ends when the next one begins, if not before), so pauses are as
 long as they were and nobody waits for them; `--clock wall` leaves it alone: then a pause is as long as the other
 sessions' work in it. All lengths are divided by one number so that the longest prompt fits `--context`; what two
-requests share is scaled alike. `circle`: `--sessions` take turns, each with its whole history and 60 tokens more, by
-the clock of the wall, and answers of one token. Prompts are token ids.
+requests share is scaled alike. `circle`: `--sessions` take turns, each with its whole history and 60 tokens more, and
+answers of one token; the recorded clock shows a turn a second. Prompts are token ids.
 `--pools`: sizes as shares of what live sessions hold at their peak, so 0.5 is a working set of 2 x the pool.
 
 `ours` is told nothing but the session's id, `stops` also why each turn stopped (as a gateway tells it), `finals` also
@@ -158,7 +158,7 @@ def play(played: Sequence[Turn], kind: str, blocks: int, options: argparse.Names
         disable_log_stats=True,
         **more,
     )
-    recorded = options.order == "weka" and options.clock == "recorded" and kind != "stock"
+    recorded = options.clock == "recorded" and kind != "stock"
     with recorded_clock() if recorded else nullcontext(SimpleNamespace()) as clock:
         engine = LLMEngine.from_engine_args(arguments)
         return _played(engine, played, kind, clock)
